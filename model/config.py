@@ -9,8 +9,10 @@ from types import UnionType
 from typing import Any, Self
 
 from model.config_enums import (
+    MAX_EXPERTS,
     SCORED_POSITIONS,
     AttentionKind,
+    Experts,
     MlpKind,
     NormKind,
     NormPlacement,
@@ -22,6 +24,7 @@ from model.config_enums import (
     check_member,
     check_number,
     check_size,
+    checked_layers,
 )
 
 # Ten times the deepest models' layers. A limit is needed because every layer's tensors are listed before any is read.
@@ -47,6 +50,7 @@ class ModelConfig:
     attention_bias: queries, keys and values have biases.
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
+    experts: mixture of experts in place of the MLP; None: every layer has a single MLP.
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     embedding_scale: factor of the token embedding (Gemma).
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
@@ -86,6 +90,7 @@ class ModelConfig:
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_bias: bool = True
     norm_unit_offset: bool = False
+    experts: Experts | None = None
     parallel_residual: bool = False
     embedding_scale: float = 1.0
     unrotated_layers: tuple[int, ...] = ()
@@ -96,11 +101,12 @@ class ModelConfig:
             object.__setattr__(self, "rope_scaling", RopeScaling.from_dict(self.rope_scaling))
         elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ValueError(f"rope_scaling must be an object with kind and factor, not {self.rope_scaling!r}")
+        if isinstance(self.experts, Mapping):
+            object.__setattr__(self, "experts", Experts.from_dict(self.experts))
+        elif self.experts is not None and not isinstance(self.experts, Experts):
+            raise ValueError(f"experts must be an object, not {self.experts!r}")
         for name in _LAYER_LISTS:
-            layers = getattr(self, name)
-            if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
-                raise ValueError(f"{name} must be a list of layer numbers, not {layers!r}")
-            object.__setattr__(self, name, tuple(layers))
+            object.__setattr__(self, name, checked_layers(name, getattr(self, name)))
         for field in dataclasses.fields(self):
             self._check_type(field.name, field.type)
         check_size("num_layers", self.num_layers, MAX_LAYERS)
@@ -150,10 +156,7 @@ class ModelConfig:
             raise ValueError(
                 "num_relative_buckets must be at least 2, and max_relative_distance more than num_relative_buckets // 2"
             )
-        for name in _LAYER_LISTS:
-            layers = getattr(self, name)
-            if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
-                raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
+        self._check_layers()
         scaling = self.rope_scaling
         for divisors in (None, None) if scaling is None else (scaling.short_divisors, scaling.long_divisors):
             if divisors is not None and len(divisors) != self.rotary_size // 2:
@@ -173,6 +176,8 @@ class ModelConfig:
                 "rotary positions and a sliding_window",
             ),
             ("global_layers", self.global_layers, self.sliding_window is not None, "a sliding_window"),
+            ("experts", self.experts, self.mlp.gated and not self.mlp_bias, "a gated mlp without biases"),
+            ("experts", self.experts, self.is_sequential, "norm_placement=pre and parallel_residual=false"),
             ("norm_unit_offset", self.norm_unit_offset, self.norm is NormKind.RMS_NORM, "norm=rms_norm"),
             ("norm_bias=false", not self.norm_bias, self.norm is NormKind.LAYER_NORM, "norm=layer_norm"),
             (
@@ -185,10 +190,26 @@ class ModelConfig:
             if is_given and not is_possible:
                 raise ValueError(f"{name} needs {requirement}; correct one of the two")
 
+    def _check_layers(self) -> None:
+        """Raise ValueError for a list with a layer twice or one that the model lacks, and for too many experts."""
+        layer_lists = {name: getattr(self, name) for name in _LAYER_LISTS}
+        if self.experts is not None:
+            layer_lists["experts dense_layers"] = self.experts.dense_layers
+            if (count := self.num_layers * self.experts.num) > MAX_EXPERTS:
+                raise ValueError(f"the model has {count:,} experts, but at most {MAX_EXPERTS:,} are supported")
+        for name, layers in layer_lists.items():
+            if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
+                raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
+
     @property
     def num_queries_per_kv_head(self) -> int:
         """Return the number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_sequential(self) -> bool:
+        """Return True if a layer computes x += attention(norm(x)), then x += mlp(norm(x))."""
+        return self.norm_placement is NormPlacement.PRE and not self.parallel_residual
 
     @property
     def rotary_size(self) -> int:
@@ -219,6 +240,10 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Return the number of positions that a token of a layer sees, itself included; None for all."""
         return None if layer in self.global_layers else self.sliding_window
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the experts of a layer; None for a layer with a single MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def for_context(self, length: int) -> Self:
         """Return this config, with `max_context_length` = `length` if it has LongRoPE, and unchanged otherwise.
@@ -258,9 +283,12 @@ class ModelConfig:
             if self.norm_placement is NormPlacement.BOTH:
                 shapes |= self._norm_shapes(prefix + "attention_out_norm", embed)
                 shapes |= self._norm_shapes(prefix + "mlp_out_norm", embed)
-            name, widened = ("gate_up", 2 * self.mlp_size) if self.mlp.gated else ("up", self.mlp_size)
-            shapes |= _linear_shapes(f"{prefix}mlp.{name}", embed, widened, self.mlp_bias)
-            shapes |= _linear_shapes(prefix + "mlp.down", self.mlp_size, embed, self.mlp_bias)
+            if (experts := self.experts_of(layer)) is None:
+                shapes |= self._mlp_shapes(prefix + "mlp", self.mlp_size)
+                continue
+            shapes |= _linear_shapes(prefix + "mlp.router", embed, experts.num, False)
+            for number in range(experts.num):
+                shapes |= self._mlp_shapes(f"{prefix}mlp.experts.{number}", experts.mlp_size)
         shapes |= self._norm_shapes("final_norm", embed)
         if not self.tie_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, embed)
@@ -281,6 +309,11 @@ class ModelConfig:
             shapes |= _linear_shapes(prefix + "bias.query", embed, query, False)
             shapes |= _linear_shapes(prefix + "bias.key", embed, key, False)
         return shapes
+
+    def _mlp_shapes(self, prefix: str, size: int) -> dict[str, tuple[int, ...]]:
+        name, widened = ("gate_up", 2 * size) if self.mlp.gated else ("up", size)
+        shapes = _linear_shapes(f"{prefix}.{name}", self.hidden_size, widened, self.mlp_bias)
+        return shapes | _linear_shapes(f"{prefix}.down", size, self.hidden_size, self.mlp_bias)
 
     def _norm_shapes(self, name: str, size: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,)}

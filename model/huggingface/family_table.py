@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormPlacement, RopeScaling
+from model.config_enums import Experts, MlpKind, NormPlacement, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.table import FAMILIES
@@ -143,6 +143,7 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
     window = {"sliding_window": config.sliding_window}
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     partial = {"partial_rotary_factor": config.rotary_size / config.head_dim}
+    experts = {} if config.experts is None else _expert_values(family, config.experts)
     match family.model_type:
         case "smollm3":
             rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
@@ -156,10 +157,23 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
             return {**partial, "layer_norm_eps": config.norm_eps, "use_qkv_bias": config.attention_bias}
         case "starcoder2":
             return {**window, "norm_epsilon": config.norm_eps, "use_bias": config.attention_bias}
-        case "granite":
+        case "mixtral" | "olmoe":
+            return {**biases, **window, **experts}
+        case "qwen3_moe":
+            return {**biases, **window, **experts, "use_sliding_window": config.sliding_window is not None}
+        case "granite" | "granitemoe":
             factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
-            return {**biases, **factors, "attention_multiplier": config.effective_score_scale}
+            return {**biases, **factors, **experts, "attention_multiplier": config.effective_score_scale}
     return {}
+
+
+def _expert_values(family: ModelFamily, experts: Experts) -> dict[str, Any]:
+    values: dict[str, Any] = {"num_experts": experts.num, "num_experts_per_tok": experts.num_per_token}
+    if family.model_type in ("qwen3_moe", "olmoe"):
+        values["norm_topk_prob"] = experts.normalizes
+    if family.model_type == "qwen3_moe":
+        values |= {"moe_intermediate_size": experts.mlp_size, "mlp_only_layers": list(experts.dense_layers)}
+    return values
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:

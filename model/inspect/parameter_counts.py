@@ -1,7 +1,8 @@
 """Parameter counts of each part of a model, by formula and by the shapes of the part's tensors. Torch-free.
 
 Letters: V vocabulary, n context, L layers, d width, h query heads, g key/value heads, d_k and d_v numbers of a key and
-of a value, m width of the MLP, b buckets of distances, r maximum relative distance.
+of a value, m width of the MLP, e experts of a layer, f width of an expert, b buckets of distances, r maximum relative
+distance.
 """
 
 import dataclasses
@@ -97,7 +98,10 @@ class Letters(SimpleNamespace):
     """Sizes of a model config as attributes V, d, h, ..., each a `Formula`; a size that the config lacks is 0."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(**{key: Formula(key, getattr(config, name) or 0) for key, name in _FIELD_OF_LETTER.items()})
+        sizes = {key: getattr(config, name) or 0 for key, name in _FIELD_OF_LETTER.items()}
+        experts = config.experts
+        sizes |= {"e": 0, "f": 0} if experts is None else {"e": experts.num, "f": experts.mlp_size}
+        super().__init__(**{key: Formula(key, size) for key, size in sizes.items()})
 
 
 def count_parameters(config: ModelConfig) -> list[PartCount]:
@@ -108,23 +112,29 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
     """
     sizes: dict[str, int] = {}
     for tensor, shape in config.parameter_shapes().items():
-        name = re.sub(r"^layers\.\d+\.", "", tensor)
+        name = re.sub(r"^layers\.\d+\.|(?<=\.experts\.)\d+\.", "", tensor)
         sizes[name] = sizes.get(name, 0) + math.prod(shape)
     parts = list(_parts(config))
     if strangers := sizes.keys() - {tensor for part in parts for tensor in part.tensors}:
         name = min(strangers)
-        tensor = next(tensor for tensor in config.parameter_shapes() if tensor.endswith(name))
+        tensor = next(tensor for tensor in config.parameter_shapes() if tensor.endswith(name.rpartition("experts.")[2]))
         raise ValueError(
             f"tensor {tensor} belongs to no part of the model; add it to model/inspect/parameter_counts.py"
         )
+    places = {"experts": _num_sparse(config), "mlp": config.num_layers - _num_sparse(config)}
     return [
         dataclasses.replace(
             part,
-            num_places=1 if part.is_outside else config.num_layers,
+            num_places=1 if part.is_outside else places.get(part.group, config.num_layers),
             num_counted=sum(sizes.get(tensor, 0) for tensor in part.tensors) * part.share // part.shares,
         )
         for part in parts
     ]
+
+
+def _num_sparse(config: ModelConfig) -> int:
+    """Return the number of layers with a mixture of experts."""
+    return sum(config.experts_of(layer) is not None for layer in range(config.num_layers))
 
 
 def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
@@ -187,15 +197,7 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
         "embedding", "positions", positions.get(config.position, _NOTHING), tables, note=note, is_outside=True
     )
     yield from _attention_parts(config, at)
-    widening = ("gate", "up") if config.mlp.gated else ("up",)
-    fused = "mlp.gate_up" if config.mlp.gated else "mlp.up"
-    for name in widening:
-        yield PartCount("mlp", f"W_{name}", at.d * at.m, (f"{fused}.weight",), shares=len(widening))
-    yield PartCount("mlp", "W_down", at.m * at.d, ("mlp.down.weight",))
-    if config.mlp_bias:
-        for name in widening:
-            yield PartCount("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
-        yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
+    yield from _mlp_parts(config, at)
     norm = 2 * at.d if config.norm is NormKind.LAYER_NORM and config.norm_bias else at.d
     norms = {"of attention": "attention_norm", "of the mlp": "mlp_norm"}
     if config.norm_placement is NormPlacement.BOTH:
@@ -207,6 +209,25 @@ def _parts(config: ModelConfig) -> Iterator[PartCount]:
     yield PartCount(
         "head", "output", _NOTHING if tied else at.V * at.d, ("lm_head.weight",), note=tied, is_outside=True
     )
+
+
+def _mlp_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
+    if _num_sparse(config) < config.num_layers:
+        widening = ("gate", "up") if config.mlp.gated else ("up",)
+        fused = "mlp.gate_up" if config.mlp.gated else "mlp.up"
+        for name in widening:
+            yield PartCount("mlp", f"W_{name}", at.d * at.m, (f"{fused}.weight",), shares=len(widening))
+        yield PartCount("mlp", "W_down", at.m * at.d, ("mlp.down.weight",))
+        if config.mlp_bias:
+            for name in widening:
+                yield PartCount("mlp", f"b_{name}", at.m, (f"{fused}.bias",), shares=len(widening))
+            yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
+    if _num_sparse(config) > 0:
+        yield PartCount("experts", "router", at.e * at.d, ("mlp.router.weight",))
+        for name in ("gate", "up"):
+            tensors = ("mlp.experts.gate_up.weight",)
+            yield PartCount("experts", f"W_{name} of experts", at.e * at.d * at.f, tensors, shares=2)
+        yield PartCount("experts", "W_down of experts", at.e * at.f * at.d, ("mlp.experts.down.weight",))
 
 
 def _attention_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:

@@ -98,6 +98,7 @@ class LayerWeights(ctypes.Structure):
         *((name, _POINTER) for name in ("attention_out_norm", "attention_out_norm_bias")),
         *((name, _POINTER) for name in ("mlp_out_norm", "mlp_out_norm_bias", "query_norm", "key_norm")),
         ("rotation", _INT),
+        *((name, _POINTER) for name in ("router", "expert_ups", "expert_downs")),
     )
 
 
@@ -107,7 +108,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("hidden", "heads", "kv_heads", "head_dim", "mlp")),
         *((name, _INT) for name in ("rotated", "num_rotations", "norm_scope", "numbers", "norm", "activation")),
-        *((name, _INT) for name in ("gated", "is_parallel")),
+        *((name, _INT) for name in ("gated", "is_parallel", "num_experts", "experts_per_row", "normalizes_experts")),
         *((name, ctypes.c_float) for name in ("eps", "logit_soft_cap")),
     )
 

@@ -25,7 +25,7 @@ from model.config import ModelConfig
 from model.config_enums import AttentionKind
 from model.kernels.kernel_library import AttentionCall, KernelLibrary, LayerWeights, Matrix, Rows, StepArguments
 from model.native.weight_packing import pack, padded, shape_of
-from model.nn.layers import GatedMlp, LayerNorm, RMSNorm
+from model.nn.layers import GatedMlp, LayerNorm, RMSNorm, SparseMlp
 from model.nn.linear import QuantizedEmbedding
 from model.nn.transformer import Block, Transformer
 from model.system.c_library import trim_heap
@@ -153,7 +153,7 @@ class NativeTransformer:
         self._logits = kernels.function("kvasir_logits", _POINTER)
         self._decode = kernels.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._are_tokens = kernels.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
-        self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
+        self._kept: list[object] = []  # keeps the memory behind the pointers alive
         self._shape = shape_of(model.config, self._dtype)
         self._head = self._matrix(model.token_embedding if model.lm_head is None else model.lm_head)
         self._rows = self._embedding_rows(model)
@@ -369,16 +369,19 @@ class NativeTransformer:
 
     def _layer(self, block: Block) -> LayerWeights:
         attention, mlp = block.attention, block.mlp
-        gated = isinstance(mlp, GatedMlp)
         layer = LayerWeights(
             qkv=self._matrix(attention.qkv),
             out=self._matrix(attention.out),
-            up=self._matrix(mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up, gated=gated),
-            down=self._matrix(mlp.down),
             query_norm=self._norm(attention.query_norm)[0],
             key_norm=self._norm(attention.key_norm)[0],
             rotation=int(attention.rotates_locally) if attention.is_rotated else -1,
         )
+        if isinstance(mlp, SparseMlp):
+            self._set_experts(layer, mlp)
+        else:
+            gated = isinstance(mlp, GatedMlp)
+            layer.up = self._matrix(mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up, gated=gated)
+            layer.down = self._matrix(mlp.down)
         attention_norms, mlp_norms = (
             [block.attention_norm, block.attention_out_norm],
             [block.mlp_norm, block.mlp_out_norm],
@@ -391,6 +394,18 @@ class NativeTransformer:
         layer.mlp_norm, layer.mlp_norm_bias = self._norm(mlp_norms[0])
         layer.mlp_out_norm, layer.mlp_out_norm_bias = self._norm(mlp_norms[1])
         return layer
+
+    def _set_experts(self, layer: LayerWeights, mlp: SparseMlp) -> None:
+        """Set a layer's router, as a float32 matrix, and its experts. Each expert is freed after it is packed."""
+        experts, count = [cast(GatedMlp, expert) for expert in mlp.experts], len(mlp.experts)
+        del mlp.experts
+        arrays = (Matrix * 1)(self._matrix(mlp.router.float())), (Matrix * count)(), (Matrix * count)()
+        for number in range(count):
+            expert = experts.pop(0)
+            arrays[1][number] = self._matrix(expert.gate_up, gated=True)
+            arrays[2][number] = self._matrix(expert.down)
+        layer.router, layer.expert_ups, layer.expert_downs = map(ctypes.addressof, arrays)
+        self._kept += arrays
 
     def _embedding_rows(self, model: Transformer) -> Rows:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
@@ -423,6 +438,6 @@ class NativeTransformer:
         bias_E = norm.bias if isinstance(norm, LayerNorm) else None
         offset = 1.0 if isinstance(norm, RMSNorm) and norm.unit_offset else 0.0
         parts = [norm.weight.detach().float() + offset] + ([] if bias_E is None else [bias_E.detach().float()])
-        kept = [part / divisor for part in parts]
+        kept: list[Tensor] = [part / divisor for part in parts]
         self._kept += kept
         return kept[0].data_ptr(), None if bias_E is None else kept[1].data_ptr()

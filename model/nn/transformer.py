@@ -107,7 +107,7 @@ class Block(nn.Module):
         has_both = config.norm_placement is NormPlacement.BOTH
         self.attention_out_norm = make_norm(config, config.hidden_size) if has_both else None
         self.mlp_out_norm = make_norm(config, config.hidden_size) if has_both else None
-        self.mlp = make_mlp(config)
+        self.mlp = make_mlp(config, layer)
         self.norms_outputs = config.norm_placement is NormPlacement.POST
         self.is_parallel = config.parallel_residual
 

@@ -61,6 +61,10 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
     "granite": (Case("granite"), write_byte_level),
+    "qwen3_moe": (Case("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}), write_byte_level),
+    "mixtral": (Case("mixtral"), write_sentence_piece),
+    "olmoe": (Case("olmoe"), write_byte_level),
+    "granitemoe": (Case("granitemoe"), write_byte_level),
     "stablelm": (Case("stablelm"), write_byte_level),
     "starcoder2": (Case("starcoder2"), write_byte_level),
 }
@@ -127,7 +131,7 @@ def test_the_served_context_selects_the_factors_of_longrope(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+@pytest.mark.parametrize("name", ["gpt2", "mistral", "qwen3_moe"])
 def test_greedy_tokens_over_http_equal_those_of_transformers(tmp_path: Path, name: str) -> None:
     directory = tmp_path / name
     prompt_ids = saved(directory)

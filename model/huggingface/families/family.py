@@ -1,5 +1,6 @@
 """Definition of a model family, and the checkpoint tensors that make up each tensor of Kvasir's model."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -24,7 +25,8 @@ class Layout(StrEnum):
 class Names:
     """Names of the checkpoint modules (q, k, v) that make up one module of Kvasir's model (qkv), in the order of rows.
 
-    modules: names in the checkpoint, with `#` for the layer number.
+    modules: names in the checkpoint, with `#` for the number of the layer, and of the expert. `[#]`: the checkpoint has
+        one tensor for all experts of a layer, whose first dimension is the experts.
     layout: layout of the weight. A bias is never transposed.
     """
 
@@ -103,22 +105,29 @@ def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source
 
 def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[int, ...]) -> Source:
     module, _, kind = name.rpartition(".")
-    first, _, rest = module.partition(".")
-    layer, _, inner = rest.partition(".")
-    names = family.names[f"{first}.#.{inner}" if first == "layers" else module]
-    parts = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
+    names = family.names[re.sub(r"\.\d+\.", ".#.", module)]
+    numbers = re.findall(r"\.(\d+)\.", module)
+    parts = [f"{_numbered(part, numbers)}.{kind}" for part in names.modules]
     if names.layout in (Layout.CONCATENATED, Layout.ROTARY_PAIRS):
-        rows = _rows(config, inner)
+        rows = _rows(config, module, shape[0])
         return Source(names.layout, {part: (row, *shape[1:]) for part, row in zip(parts, rows, strict=True)})
     if names.layout is Layout.TRANSPOSED:
         return Source(Layout.AS_IS if len(shape) == 1 else names.layout, {parts[0]: shape[::-1]})
     return Source(names.layout, {parts[0]: shape})
 
 
-def _rows(config: ModelConfig, module: str) -> tuple[int, ...]:
+def _numbered(name: str, numbers: list[str]) -> str:
+    for number in numbers:
+        name = name.replace("#", number, 1)
+    return name
+
+
+def _rows(config: ModelConfig, module: str, rows: int) -> tuple[int, ...]:
     """Return each checkpoint tensor's number of rows in a concatenated matrix of Kvasir's model, qkv or gate_up."""
+    if module.endswith(".gate_up"):
+        return rows // 2, rows // 2
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size, config.mlp_size)}[module]
+    return query, key, key
 
 
 def full_name(family: ModelFamily | None, name: str) -> str:
