@@ -58,21 +58,29 @@ class WorkFormula:
 
     def __init__(self, config: ModelConfig, weight_type: str, kv_value_bytes: int) -> None:
         shapes = config.parameter_shapes()
-        layers = (shape for name, shape in shapes.items() if name.startswith("layers.") and len(shape) == 2)
-        self._config = config
+        layers = {name: math.prod(shape) for name, shape in shapes.items() if name[:7] == "layers." and len(shape) == 2}
+        self._num_expert_weights = sum(size for name, size in layers.items() if ".experts." in name)
+        # Share of the experts that computes one row.
+        self._expert_share = 0.0 if config.experts is None else config.experts.num_per_token / config.experts.num
+        self._config, self._value_bytes = config, WEIGHT_BYTES[weight_type]
         self._head = config.vocab_size * config.hidden_size
         # The input embedding is only looked up.
-        self.num_multiplied = sum(map(math.prod, layers)) + self._head
-        self._weight_bytes = round(self.num_multiplied * WEIGHT_BYTES[weight_type])
+        unused = round(self._num_expert_weights * (1 - self._expert_share))
+        self.num_multiplied = sum(layers.values()) - unused + self._head
         self._kv_layer_bytes = config.kv_bytes_per_token(kv_value_bytes) / config.num_layers
         self._query_size = config.num_heads * config.head_dim
+
+    def _weight_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the weights that a step reads: of experts, those that random rows need on average."""
+        read = 1 - (1 - self._expert_share) ** num_rows
+        return round((self.num_multiplied + self._num_expert_weights * (read - self._expert_share)) * self._value_bytes)
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
         """Return the work of a decode step of `batch_size` sequences with a mean length of `context_length` tokens."""
         windows = map(self._config.window, range(self._config.num_layers))
         seen = sum(context_length if window is None else min(context_length, window) for window in windows)
         return Work(
-            self._weight_bytes + round(batch_size * seen * self._kv_layer_bytes),
+            self._weight_bytes(batch_size) + round(batch_size * seen * self._kv_layer_bytes),
             2 * self.num_multiplied * batch_size + round(4 * batch_size * seen * self._query_size),
         )
 
@@ -82,7 +90,7 @@ class WorkFormula:
         windows = (self._config.window(layer) or num_tokens for layer in range(self._config.num_layers))
         pairs = sum(sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows)
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
-        return Work(self._weight_bytes * steps, linear + 4 * pairs * self._query_size)
+        return Work(self._weight_bytes(tokens_per_step) * steps, linear + 4 * pairs * self._query_size)
 
 
 class Roofline:

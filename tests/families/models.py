@@ -228,7 +228,7 @@ CASES: dict[str, Case] = {
     "granite": Case("granite", {"rms_norm_eps": 0.05}),
     "granite tied biased": Case("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "granite without multipliers": Case("granite", dict.fromkeys(_MULTIPLIERS, 1.0)),
-    "qwen3_moe": Case("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3_moe": Case("qwen3_moe", {"norm_topk_prob": True}),
     "qwen3_moe sparse steps tied": Case(
         "qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True, "attention_bias": True}
     ),

@@ -29,6 +29,7 @@ EXPRESSIBLE = (
     *("olmo2", "olmo2 gqa tied biased", "olmo2 llama3"),
     *("smollm3 four layers", "phi3", "phi3 windows", "phi3 partial tied", "phi3 longrope beyond"),
     *("phi3 longrope partial", "granite", "granite tied biased", "granite without multipliers"),
+    *("qwen3_moe", "mixtral", "olmoe probabilities", "granitemoe"),
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 numbers
 
@@ -68,6 +69,19 @@ def with_float_weights(model: Transformer) -> Transformer:
 def test_logits_equal_those_of_transformers(tmp_path: Path, case: str) -> None:
     model = CASES[case].build()
     assert_parity(load(write_model(tmp_path / "m.gguf", model)), model)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
+def test_quantized_experts_stay_quantized(tmp_path: Path, type_name: str) -> None:
+    model = CASES["qwen3_moe"].build(hidden_size=64, moe_intermediate_size=96)
+    path = write_model(tmp_path / "m.gguf", model, type_name=type_name)
+    ours = load(path)
+    kept = [name for name, module in ours.named_modules() if isinstance(module, GroupedLinear) and "experts" in name]
+    assert len(kept) == 2 * 3 * 6  # two matrices of each expert of each layer
+    floats = load_as_floats(path)
+    ids = texts()[0]
+    metadata = AttentionMetadata.uncached((len(ids),))
+    assert difference(with_float_weights(ours)(ids, metadata, None), floats(ids, metadata, None)) <= 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("type_name", TENSOR_TYPES)
