@@ -222,23 +222,29 @@ inline void grouped_tile(const Matrix& matrix, const InputGroup* x, int64_t stri
 }
 
 template <typename Kind>
-void multiply_grouped(const Matrix& matrix, const InputGroup* x, int64_t stride, const float* scales, Piece piece,
-                      Emit emit, const void* work) {
+void multiply_grouped(const Matrix& matrix, const InputGroup* x, int64_t stride, const float* scales, int64_t rows,
+                      int64_t threads, Emit emit, const void* work) {
     constexpr int64_t LINES = Kind::BYTES / 64;
-    // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
-    const int64_t others = (piece.end - piece.first + GROUPED_ROWS - 1) / GROUPED_ROWS - 1;
-    const int64_t share = others > 0 ? (LINES + others - 1) / others : 0;
-    for (int64_t output = piece.output; output < piece.output + PANEL; output += STRIP) {
-        const bool is_last = output + STRIP == piece.output + PANEL;
-        StripFetch fetch{strip_of<Kind>(matrix, is_last ? piece.next : output + STRIP), 0, 0};
-        for (int64_t row = piece.first; row < piece.end; row += GROUPED_ROWS) {
-            with_rows<GROUPED_ROWS>(static_cast<int>(piece.end - row), [&](auto count) {
-                grouped_tile<Kind, decltype(count)::value>(matrix, x, stride, scales, row, output, fetch, emit, work);
-            });
-            const int64_t first = fetch.first + fetch.lines;
-            fetch.first = first + share <= LINES ? first : LINES - share, fetch.lines = share;
+    const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS;
+    parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
+        const int64_t panel = task / parts * PANEL, start = task % parts * TASK_ROWS;
+        const int64_t end = start + TASK_ROWS < rows ? start + TASK_ROWS : rows;
+        // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
+        const int64_t others = (end - start + GROUPED_ROWS - 1) / GROUPED_ROWS - 1;
+        const int64_t share = others > 0 ? (LINES + others - 1) / others : 0;
+        for (int64_t output = panel; output < panel + PANEL; output += STRIP) {
+            const bool is_last = output + STRIP == panel + PANEL;
+            StripFetch fetch{strip_of<Kind>(matrix, is_last ? panel + threads * PANEL : output + STRIP), 0, 0};
+            for (int64_t row = start; row < end; row += GROUPED_ROWS) {
+                with_rows<GROUPED_ROWS>(static_cast<int>(end - row), [&](auto count) {
+                    grouped_tile<Kind, decltype(count)::value>(matrix, x, stride, scales, row, output, fetch, emit,
+                                                               work);
+                });
+                const int64_t first = fetch.first + fetch.lines;
+                fetch.first = first + share <= LINES ? first : LINES - share, fetch.lines = share;
+            }
         }
-    }
+    });
 }
 
 // Writes the weights of one output.

@@ -278,13 +278,14 @@ class Step {
         Wide *inputs = each.wide(), *hidden = inputs + num_pairs * stride;
         const auto* from = reinterpret_cast<const float*>(scratch.normed.memory);
         each.each_part(pairs, [&](const ExpertPart& part, int64_t pair) {
-            each.convert_row(layer.expert_ups[part.expert], from + pairs.rows[pair] * stride, shape.hidden, pair, stride);
+            const float* row = from + pairs.rows[pair] * stride;
+            each.convert_row(layer.expert_ups[part.expert], row, shape.hidden, pair, stride);
         });
         const int64_t panels = layer.expert_ups->outputs / PANEL;
         parallel_for(pairs.num_parts * panels, threads, [&](int64_t task, int) {
             const ExpertPart& part = pairs.parts[task / panels];
             const int64_t output = task % panels * PANEL;
-            const Piece piece{output, part.first, part.end, output + threads * PANEL};
+            const Piece piece{output, part.first, part.end};
             each.product_piece(layer.expert_ups[part.expert], inputs, stride, piece,
                                [&](int64_t pair, int64_t output, const Lanes* results, int blocks) {
                                    activate_results(hidden + pair * hidden_stride, output, results, blocks);
@@ -296,9 +297,8 @@ class Step {
         });
         // One task sums all experts of a panel.
         parallel_for(layer.expert_downs->outputs / PANEL, threads, [&](int64_t panel, int) {
-            const int64_t first_output = panel * PANEL;
             for (const ExpertPart* part = pairs.parts; part < pairs.parts + pairs.num_parts; ++part) {
-                const Piece piece{first_output, part->first, part->end, first_output + threads * PANEL};
+                const Piece piece{panel * PANEL, part->first, part->end};
                 each.product_piece(layer.expert_downs[part->expert], hidden, hidden_stride, piece,
                                    [&](int64_t pair, int64_t output, const Lanes* results, int blocks) {
                                        float* at = rows.x + pairs.rows[pair] * stride + output;

@@ -1,6 +1,4 @@
 // Products with packed matrices, computed in tiles of rows and outputs. The sums of a tile stay in registers.
-#include <algorithm>
-
 #include "bytes.h"
 #include "grouped.h"
 #include "scratch.h"
@@ -223,81 +221,117 @@ thread_local Scratch kept_weights;  // int8 weights of a panel of 4 bits
 
 // IS_INT4: the matrix holds 4 bits, from which weights of Kind are made.
 template <typename Kind, bool IS_INT4 = false>
-void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, Piece piece, Emit emit,
-                 const void* work) {
+void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
+                 int64_t threads, Emit emit, const void* work) {
     constexpr int64_t OUTPUTS = TILE_BLOCKS * LANES;
     // Lines and bytes of a group of inputs that one tile alone would prefetch.
     constexpr int64_t LINES = IS_INT4 ? 3 : TILE_BLOCKS;
     constexpr int64_t STEP = IS_INT4 ? INT4_GROUP_BYTES / (INT4_GROUP / 4) : PANEL_STEP;
+    const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS;
     const auto* inputs = static_cast<const typename Kind::Input*>(x);
     const auto address = [&](int64_t output) {
         return IS_INT4 ? int4_panel(matrix, output) : reinterpret_cast<const char*>(weights_of<Kind>(matrix, output));
     };
-    // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
-    const int64_t others = (piece.end - piece.first + TILE_ROWS - 1) / TILE_ROWS - 1;
-    const int64_t share = others > 0 ? (LINES + others - 1) / others : 0;
-    int8_t* kept = nullptr;
-    if (IS_INT4 && others > 0) {
-        kept = reinterpret_cast<int8_t*>(kept_weights.reserve(int4_groups(matrix) * INT4_GROUP * PANEL));
-    }
-    for (int64_t output = piece.output; output < piece.output + PANEL; output += OUTPUTS) {
-        const bool is_last = output + OUTPUTS == piece.output + PANEL;
-        const char* next = address(is_last ? piece.next : output + OUTPUTS);
-        int64_t fetched = -share;
-        auto next_prefetch = [&]() -> Prefetch {
-            const int64_t line = fetched + share <= LINES ? fetched : LINES - share;
-            fetched += share;
-            return line < 0 ? Prefetch{next, STEP, 0} : Prefetch{next + line * 64, STEP, share};
-        };
-        for (int64_t row = piece.first; row < piece.end; row += TILE_ROWS) {
-            with_rows<TILE_ROWS>(static_cast<int>(piece.end - row), [&](auto count) {
-                constexpr int ROWS = decltype(count)::value;
-                const Prefetch prefetch = next_prefetch();
-                if constexpr (IS_INT4) {
-                    if (others == 0) {
-                        return int4_tile<ROWS, false>(matrix, inputs, stride, scales, row, output, next, kept, emit,
-                                                      work);
-                    }
-                    if (row == piece.first) {
-                        return int4_tile<TILE_ROWS, true>(matrix, inputs, stride, scales, row, output, next, kept, emit,
-                                                          work);
-                    }
-                    tile<Kind, ROWS>(kept + output % PANEL * Kind::GROUP, matrix, inputs, stride, scales, row, output,
-                                     prefetch, emit, work);
-                } else {
-                    tile<Kind, ROWS>(weights_of<Kind>(matrix, output), matrix, inputs, stride, scales, row, output,
-                                     prefetch, emit, work);
-                }
-            });
+    parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
+        const int64_t panel = task / parts * PANEL, first = task % parts * TASK_ROWS;
+        const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
+        // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
+        const int64_t others = (end - first + TILE_ROWS - 1) / TILE_ROWS - 1;
+        const int64_t share = others > 0 ? (LINES + others - 1) / others : 0;
+        int8_t* kept = nullptr;
+        if (IS_INT4 && others > 0) {
+            kept = reinterpret_cast<int8_t*>(kept_weights.reserve(int4_groups(matrix) * INT4_GROUP * PANEL));
         }
-    }
+        for (int64_t output = panel; output < panel + PANEL; output += OUTPUTS) {
+            const bool is_last = output + OUTPUTS == panel + PANEL;
+            const char* next = address(is_last ? panel + threads * PANEL : output + OUTPUTS);
+            int64_t fetched = -share;
+            auto next_prefetch = [&]() -> Prefetch {
+                const int64_t line = fetched + share <= LINES ? fetched : LINES - share;
+                fetched += share;
+                return line < 0 ? Prefetch{next, STEP, 0} : Prefetch{next + line * 64, STEP, share};
+            };
+            for (int64_t row = first; row < end; row += TILE_ROWS) {
+                with_rows<TILE_ROWS>(static_cast<int>(end - row), [&](auto count) {
+                    constexpr int ROWS = decltype(count)::value;
+                    const Prefetch prefetch = next_prefetch();
+                    if constexpr (IS_INT4) {
+                        if (others == 0) {
+                            return int4_tile<ROWS, false>(matrix, inputs, stride, scales, row, output, next, kept, emit,
+                                                          work);
+                        }
+                        if (row == first) {
+                            return int4_tile<TILE_ROWS, true>(matrix, inputs, stride, scales, row, output, next, kept,
+                                                              emit, work);
+                        }
+                        tile<Kind, ROWS>(kept + output % PANEL * Kind::GROUP, matrix, inputs, stride, scales, row,
+                                         output, prefetch, emit, work);
+                    } else {
+                        tile<Kind, ROWS>(weights_of<Kind>(matrix, output), matrix, inputs, stride, scales, row, output,
+                                         prefetch, emit, work);
+                    }
+                });
+            }
+        }
+    });
 }
 
 }  // namespace
 
-void multiply_piece(const Matrix& matrix, const void* x, int64_t stride, const float* scales, Piece piece, Emit emit,
-                    const void* work) {
+void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
+              Emit emit, const void* work) {
     switch (matrix.numbers) {
-        case Numbers::float32: return multiply_as<Float32>(matrix, x, stride, scales, piece, emit, work);
-        case Numbers::bfloat16: return multiply_as<Bfloat16>(matrix, x, stride, scales, piece, emit, work);
-        case Numbers::int8: return multiply_as<Int8>(matrix, x, stride, scales, piece, emit, work);
-        case Numbers::int4: return multiply_as<Int8, true>(matrix, x, stride, scales, piece, emit, work);
+        case Numbers::float32: return multiply_as<Float32>(matrix, x, stride, scales, rows, threads, emit, work);
+        case Numbers::bfloat16: return multiply_as<Bfloat16>(matrix, x, stride, scales, rows, threads, emit, work);
+        case Numbers::int8: return multiply_as<Int8>(matrix, x, stride, scales, rows, threads, emit, work);
+        case Numbers::int4: return multiply_as<Int8, true>(matrix, x, stride, scales, rows, threads, emit, work);
         default: break;
     }
     with_grouped(matrix.numbers, [&](auto kind) {
-        multiply_grouped<decltype(kind)>(matrix, static_cast<const InputGroup*>(x), stride / GROUP_SIZE, scales, piece,
-                                         emit, work);
+        multiply_grouped<decltype(kind)>(matrix, static_cast<const InputGroup*>(x), stride / GROUP_SIZE, scales, rows,
+                                         threads, emit, work);
     });
 }
 
-void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
-              Emit emit, const void* work) {
-    const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS;
-    parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
-        const int64_t output = task / parts * PANEL, first = task % parts * TASK_ROWS;
-        const Piece piece{output, first, std::min(first + TASK_ROWS, rows), output + threads * PANEL};
-        multiply_piece(matrix, x, stride, scales, piece, emit, work);
-    });
+// Emits the results of a piece of a product: adds the piece's first row and output to the row and output.
+struct PieceEmit {
+    Emit emit;
+    const void* work;
+    Piece piece;
+
+    static void call(const void* self, int64_t row, int64_t output, const Lanes* results, int blocks) {
+        const auto& mine = *static_cast<const PieceEmit*>(self);
+        mine.emit(mine.work, mine.piece.first + row, mine.piece.output + output, results, blocks);
+    }
+};
+
+void multiply_piece(const Matrix& matrix, const void* x, int64_t stride, const float* scales, Piece piece, Emit emit,
+                    const void* work) {
+    Matrix panel = matrix;
+    panel.outputs = PANEL;
+    int64_t row_bytes = stride;
+    switch (matrix.numbers) {
+        case Numbers::float32:
+            panel.weight = weights_of<Float32>(matrix, piece.output), row_bytes = stride * sizeof(float);
+            break;
+        case Numbers::bfloat16:
+            panel.weight = weights_of<Bfloat16>(matrix, piece.output), row_bytes = stride * sizeof(Bfloat16Input);
+            break;
+        case Numbers::int8: panel.weight = weights_of<Int8>(matrix, piece.output); break;
+        case Numbers::int4: panel.weight = int4_panel(matrix, piece.output); break;
+        default:
+            row_bytes = stride / GROUP_SIZE * sizeof(InputGroup);
+            with_grouped(matrix.numbers, [&](auto kind) {
+                panel.weight = strip_of<decltype(kind)>(matrix, piece.output);
+            });
+    }
+    if (matrix.bias != nullptr) panel.bias += piece.output;
+    if (matrix.scale != nullptr) panel.scale += piece.output;
+    if (matrix.shift != nullptr) panel.shift += piece.output;
+    const PieceEmit shifted{emit, work, piece};
+    const float* row_scales = scales == nullptr ? nullptr : scales + piece.first;
+    const char* rows = static_cast<const char*>(x) + piece.first * row_bytes;
+    multiply(panel, rows, stride, row_scales, piece.end - piece.first, 1, PieceEmit::call, &shifted);
 }
 
 // Writes the weights of one output of a matrix in panels. scaled: converts a weight to a float.
