@@ -10,8 +10,10 @@ from types import UnionType
 from typing import Any, Self
 
 from model.config_enums import (
+    MAX_EXPERTS,
     SCORED_POSITIONS,
     AttentionKind,
+    Experts,
     MlpKind,
     NormKind,
     NormPlacement,
@@ -23,6 +25,7 @@ from model.config_enums import (
     check_member,
     check_number,
     check_size,
+    checked_layers,
 )
 
 # Ten times the deepest models' layers. A limit is needed because every layer's tensors are listed before any is read.
@@ -52,6 +55,7 @@ class ModelConfig:
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
     qk_norm_after_rotation: queries and keys are normed after their rotation, not before (Hunyuan).
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
+    experts: mixture of experts in place of the MLP; None: every layer has a single MLP.
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     shares_norm: attention and MLP of a parallel layer read x normed by one norm (Falcon 7B, Cohere).
     embedding_scale: factor of the token embedding (Gemma).
@@ -104,6 +108,7 @@ class ModelConfig:
     norm_placement: NormPlacement = NormPlacement.PRE
     norm_bias: bool = True
     norm_unit_offset: bool = False
+    experts: Experts | None = None
     parallel_residual: bool = False
     shares_norm: bool = False
     embedding_scale: float = 1.0
@@ -122,11 +127,12 @@ class ModelConfig:
             object.__setattr__(self, "rope_scaling", RopeScaling.from_dict(self.rope_scaling))
         elif self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
             raise ValueError(f"rope_scaling must be an object with kind and factor, not {self.rope_scaling!r}")
+        if isinstance(self.experts, Mapping):
+            object.__setattr__(self, "experts", Experts.from_dict(self.experts))
+        elif self.experts is not None and not isinstance(self.experts, Experts):
+            raise ValueError(f"experts must be an object, not {self.experts!r}")
         for name in _LAYER_LISTS:
-            layers = getattr(self, name)
-            if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
-                raise ValueError(f"{name} must be a list of layer numbers, not {layers!r}")
-            object.__setattr__(self, name, tuple(layers))
+            object.__setattr__(self, name, checked_layers(name, getattr(self, name)))
         for field in dataclasses.fields(self):
             self._check_type(field.name, field.type)
         check_size("num_layers", self.num_layers, MAX_LAYERS)
@@ -177,10 +183,7 @@ class ModelConfig:
             raise ValueError(
                 "num_relative_buckets must be at least 2, and max_relative_distance more than num_relative_buckets // 2"
             )
-        for name in _LAYER_LISTS:
-            layers = getattr(self, name)
-            if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
-                raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
+        self._check_layers()
         self._check_rope_scaling()
         if (self.score_growth is None) != (self.score_growth_interval is None):
             raise ValueError("score_growth and score_growth_interval must be given together; add the missing one")
@@ -225,6 +228,8 @@ class ModelConfig:
                 "position=rotary, without rotary_dim and local_rope_theta",
             ),
             ("global_layers", self.global_layers, self.sliding_window is not None, "a sliding_window"),
+            ("experts", self.experts, self.mlp.gated and not self.mlp_bias, "a gated mlp without biases"),
+            ("experts", self.experts, self.is_sequential, "norm_placement=pre and parallel_residual=false"),
             ("norm_unit_offset", self.norm_unit_offset, self.norm is NormKind.RMS_NORM, "norm=rms_norm"),
             ("norm_bias=false", not self.norm_bias, self.norm is NormKind.LAYER_NORM, "norm=layer_norm"),
             (
@@ -278,10 +283,26 @@ class ModelConfig:
                 "without a window; decrease it"
             )
 
+    def _check_layers(self) -> None:
+        """Raise ValueError for a list with a layer twice or one that the model lacks, and for too many experts."""
+        layer_lists = {name: getattr(self, name) for name in _LAYER_LISTS}
+        if self.experts is not None:
+            layer_lists["experts dense_layers"] = self.experts.dense_layers
+            if (count := self.num_layers * self.experts.num) > MAX_EXPERTS:
+                raise ValueError(f"the model has {count:,} experts, but at most {MAX_EXPERTS:,} are supported")
+        for name, layers in layer_lists.items():
+            if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
+                raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
+
     @property
     def num_queries_per_kv_head(self) -> int:
         """Return the number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_sequential(self) -> bool:
+        """Return True if a layer computes x += attention(norm(x)), then x += mlp(norm(x))."""
+        return self.norm_placement is NormPlacement.PRE and not self.parallel_residual
 
     @property
     def rotary_size(self) -> int:
@@ -352,6 +373,10 @@ class ModelConfig:
         """Return the number of positions that a token of a layer sees, itself included; None for all."""
         return None if layer in self.global_layers else self.sliding_window
 
+    def experts_of(self, layer: int) -> Experts | None:
+        """Return the experts of a layer; None for a layer with a single MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
     def for_context(self, length: int) -> Self:
         """Return this config with `max_context_length` = `length` if its frequencies depend on the served context.
 
@@ -407,10 +432,12 @@ class ModelConfig:
             if self.norm_placement is NormPlacement.BOTH:
                 shapes |= self._norm_shapes(prefix + "attention_out_norm", embed)
                 shapes |= self._norm_shapes(prefix + "mlp_out_norm", embed)
-            mlp_size = self.mlp_size_of(layer)
-            name, widened = ("gate_up", 2 * mlp_size) if self.mlp.gated else ("up", mlp_size)
-            shapes |= _linear_shapes(f"{prefix}mlp.{name}", embed, widened, self.mlp_bias)
-            shapes |= _linear_shapes(prefix + "mlp.down", mlp_size, embed, self.mlp_bias)
+            if (experts := self.experts_of(layer)) is None:
+                shapes |= self._mlp_shapes(prefix + "mlp", self.mlp_size_of(layer))
+            else:
+                shapes |= _linear_shapes(prefix + "mlp.router", embed, experts.num, False)
+                for number in range(experts.num):
+                    shapes |= self._mlp_shapes(f"{prefix}mlp.experts.{number}", experts.mlp_size)
             if self.layer_input_size is not None:
                 shapes |= _linear_shapes(prefix + "layer_input.gate", embed, self.layer_input_size, False)
                 shapes |= _linear_shapes(prefix + "layer_input.out", self.layer_input_size, embed, False)
@@ -437,6 +464,11 @@ class ModelConfig:
             shapes |= _linear_shapes(prefix + "bias.query", embed, query, False)
             shapes |= _linear_shapes(prefix + "bias.key", embed, key, False)
         return shapes
+
+    def _mlp_shapes(self, prefix: str, size: int) -> dict[str, tuple[int, ...]]:
+        name, widened = ("gate_up", 2 * size) if self.mlp.gated else ("up", size)
+        shapes = _linear_shapes(f"{prefix}.{name}", self.hidden_size, widened, self.mlp_bias)
+        return shapes | _linear_shapes(f"{prefix}.down", size, self.hidden_size, self.mlp_bias)
 
     def _norm_shapes(self, name: str, size: int) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,)}

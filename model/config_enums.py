@@ -1,4 +1,4 @@
-"""Enums of the choices in a `ModelConfig`, its rotary scaling, and checks of field values. Torch-free."""
+"""Enums of the choices in a `ModelConfig`, its rotary scaling and experts, and checks of field values. Torch-free."""
 
 import dataclasses
 import math
@@ -176,6 +176,51 @@ _FIELDS_OF_SCALING: Mapping[RopeScalingKind, tuple[tuple[str, ...], tuple[str, .
     ),
     RopeScalingKind.PROPORTIONAL: (("rotated_fraction",), (), ()),
 }
+
+
+# Experts of all layers. A limit is needed because every expert's tensors are listed before any is read.
+MAX_EXPERTS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Experts:
+    """Mixture of experts (Shazeer et al. 2017, arXiv 1701.06538): gated MLPs, of which each token uses a few.
+
+    Raises ValueError for an invalid field.
+
+    num: experts of a layer. A linear layer, the router, and a softmax give each a probability.
+    num_per_token: experts that compute a token: the most probable ones. Their weighted outputs are added.
+    mlp_size: feed-forward size of an expert.
+    normalizes: the weights are the probabilities divided by their sum, in place of the probabilities themselves.
+    dense_layers: layers with a single MLP of `ModelConfig.mlp_size`, without experts.
+    """
+
+    num: int
+    num_per_token: int
+    mlp_size: int
+    normalizes: bool
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_size("experts num", self.num, MAX_EXPERTS)
+        check_size("experts num_per_token", self.num_per_token, self.num)
+        check_size("experts mlp_size", self.mlp_size)
+        if not isinstance(self.normalizes, bool):
+            raise ValueError(f"experts normalizes must be true or false, not {self.normalizes!r}")
+        object.__setattr__(self, "dense_layers", checked_layers("experts dense_layers", self.dense_layers))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Make `Experts` from a dictionary. Raises ValueError for unknown or missing keys, and invalid values."""
+        check_keys(cls, values, "experts")
+        return cls(**values)
+
+
+def checked_layers(name: str, layers: object) -> tuple[int, ...]:
+    """Return a list of layer numbers as a tuple. Raises ValueError for anything else."""
+    if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
+        raise ValueError(f"{name} must be a list of layer numbers, not {layers!r}")
+    return tuple(layers)
 
 
 def _checked_numbers(name: str, values: object) -> tuple[float, ...]:

@@ -1,7 +1,8 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
 Torch is imported only to write a checkpoint. Shapes named after Qwen2 and Qwen3 have their architecture, and Gemma's
-sizes have Qwen3's, which every compared engine can run. The other shapes have Llama's.
+sizes have Qwen3's, which every compared engine can run. The other shapes have Llama's. "qwen3-moe" has half of
+Qwen3-30B-A3B's sizes, and a third of its layers.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from model.checkpoint.manifest import CONFIG_FILE, write_manifest
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, PositionKind
+from model.config_enums import Experts, MlpKind, NormKind, PositionKind
 from model.io.files import write_json
 from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
 
@@ -20,8 +21,8 @@ _SIZES = (
     *("vocab_size", "max_context_length", "num_layers", "hidden_size"),
     *("num_heads", "num_kv_heads", "head_dim", "mlp_size"),
 )
-# The sizes of published models, except for contexts, which limit the KV-cache and do not change speed. S and M are no
-# published models. Source: config.json of each model on https://huggingface.co
+# The sizes of published models, except for contexts, which limit the KV-cache and do not change speed. S, M and
+# qwen3-moe are no published models. Source: config.json of each model on https://huggingface.co
 SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
     name: dict(zip(_SIZES, sizes, strict=True))
     for name, sizes in {
@@ -31,10 +32,12 @@ SHAPE_SIZES: Final[dict[str, dict[str, int]]] = {
         "gemma-3-270m": (262144, 8192, 18, 640, 4, 1, 256, 2048),
         "qwen3-0.6b": (151936, 8192, 28, 1024, 16, 8, 128, 3072),
         "llama-3.2-1b": (128256, 8192, 16, 2048, 32, 8, 64, 8192),
+        "qwen3-moe": (32000, 8192, 16, 1024, 16, 2, 128, 3072),
         "qwen2-1.5b": (151936, 8192, 28, 1536, 12, 2, 128, 8960),
         "qwen3-1.7b": (151936, 8192, 28, 2048, 16, 8, 128, 6144),
     }.items()
 }
+_EXPERTS = {"qwen3-moe": Experts(num=32, num_per_token=4, mlp_size=384, normalizes=True)}
 _EOS = "<|endoftext|>"
 _PATTERN = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+"
 _PRINTABLE = [bytes([byte]) for byte in range(0x20, 0x7F)]
@@ -56,6 +59,7 @@ def shape_config(name: str) -> ModelConfig:
         mlp_bias=False,
         qk_norm=name.startswith(("qwen3", "gemma")),
         tie_embeddings=True,
+        experts=_EXPERTS.get(name),
     )
 
 

@@ -60,22 +60,32 @@ class WorkFormula:
     def __init__(self, config: ModelConfig, weight_type: str, kv_value_bytes: int) -> None:
         shapes = config.parameter_shapes()
         multiplied = ("layers.", "layer_inputs.projection.")
-        layers = (shape for name, shape in shapes.items() if name.startswith(multiplied) and len(shape) == 2)
-        self._config = config
+        layers = {
+            name: math.prod(shape) for name, shape in shapes.items() if name.startswith(multiplied) and len(shape) == 2
+        }
+        self._num_expert_weights = sum(size for name, size in layers.items() if ".experts." in name)
+        # Share of the experts that computes one row.
+        self._expert_share = 0.0 if config.experts is None else config.experts.num_per_token / config.experts.num
+        self._config, self._value_bytes = config, WEIGHT_BYTES[weight_type]
         self._head = config.vocab_size * config.hidden_size
         # The input embedding is only looked up.
-        self.num_multiplied = sum(map(math.prod, layers)) + self._head
-        self._weight_bytes = round(self.num_multiplied * WEIGHT_BYTES[weight_type])
+        unused = round(self._num_expert_weights * (1 - self._expert_share))
+        self.num_multiplied = sum(layers.values()) - unused + self._head
         self._layers = range(config.num_layers)
         self._kv_bytes = [config.kv_bytes_of(layer, kv_value_bytes) for layer in self._layers]
         self._query_sizes = [config.num_heads * config.head_dim_of(layer) for layer in self._layers]
+
+    def _weight_bytes(self, num_rows: int) -> int:
+        """Return the bytes of the weights that a step reads: of experts, those that random rows need on average."""
+        read = 1 - (1 - self._expert_share) ** num_rows
+        return round((self.num_multiplied + self._num_expert_weights * (read - self._expert_share)) * self._value_bytes)
 
     def decode(self, *, batch_size: int, context_length: float) -> Work:
         """Return the work of a decode step of `batch_size` sequences with a mean length of `context_length` tokens."""
         windows = map(self._config.window, self._layers)
         seen = [context_length if window is None else min(context_length, window) for window in windows]
         return Work(
-            self._weight_bytes + round(batch_size * sum(map(operator.mul, seen, self._kv_bytes))),
+            self._weight_bytes(batch_size) + round(batch_size * sum(map(operator.mul, seen, self._kv_bytes))),
             2 * self.num_multiplied * batch_size
             + round(4 * batch_size * sum(map(operator.mul, seen, self._query_sizes))),
         )
@@ -86,7 +96,8 @@ class WorkFormula:
         windows = (self._config.window(layer) or num_tokens for layer in self._layers)
         pairs = [sum(min(position, window) for position in range(1, num_tokens + 1)) for window in windows]
         linear = 2 * (self.num_multiplied - self._head) * num_tokens + 2 * self._head
-        return Work(self._weight_bytes * steps, linear + 4 * sum(map(operator.mul, pairs, self._query_sizes)))
+        attention = 4 * sum(map(operator.mul, pairs, self._query_sizes))
+        return Work(self._weight_bytes(tokens_per_step) * steps, linear + attention)
 
 
 class Roofline:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.checkpoint.weights import check_finite, opened, part_views
+from model.checkpoint.weights import check_finite, opened, part_views, stored_tensor
 from model.config import ModelConfig
 from model.gguf.grouped import read_grouped
 from model.huggingface.families.family import Layout
@@ -78,7 +78,7 @@ def _read(encoded: EncodedTensor) -> dict[str, Tensor]:
     tensors = {}
     for role, header in encoded.tensors.items():
         with opened(header.path) as file:
-            tensors[role] = file.get_tensor(header.name)
+            tensors[role] = stored_tensor(file, header)
         if tensors[role].is_floating_point() and tensors[role].dtype.itemsize > 1:
             check_finite(tensors[role], header, torch.float32)
     return tensors

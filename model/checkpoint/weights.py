@@ -109,9 +109,16 @@ def map_parts(place: Placement, device: torch.device | str, dtype: torch.dtype) 
     parts = []
     for header in place.parts:
         with opened(header.path) as file:
-            parts.append(file.get_tensor(header.name))
+            parts.append(stored_tensor(file, header))
         check_finite(parts[-1], header, dtype)
     return parts
+
+
+def stored_tensor(file: Any, header: TensorHeader) -> Tensor:
+    """Return a tensor, or a piece of one, of an opened safetensors file, without a copy."""
+    if header.index is None:
+        return file.get_tensor(header.name)  # type: ignore[no-any-return]
+    return file.get_slice(header.name)[header.index]  # type: ignore[no-any-return]
 
 
 def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: ModelConfig) -> tuple[Tensor, ...]:
@@ -156,7 +163,8 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor, Layout]]) ->
 def _read_rows(file: Any, header: TensorHeader, start: int, stop: int) -> Tensor:
     """Return the rows from `start` to `stop` of a stored tensor, those of a GGUF file dequantized to float32."""
     if not is_gguf(header.path):
-        return file.get_slice(header.name)[start:stop]  # type: ignore[no-any-return]
+        stored = file.get_slice(header.name)
+        return stored[start:stop] if header.index is None else stored[header.index, start:stop]  # type: ignore[no-any-return]
     kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // header.shape[0]
     file.seek(header.begin + start * row_bytes)
     raw = np.frombuffer(data := file.read((stop - start) * row_bytes), np.uint8)

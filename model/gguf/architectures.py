@@ -29,6 +29,9 @@ _NAMES = {
     "layers.#.mlp.gate_up": Names(("blk.#.ffn_gate", "blk.#.ffn_up"), Layout.CONCATENATED),
     "layers.#.mlp.up": plain("blk.#.ffn_up"),
     "layers.#.mlp.down": plain("blk.#.ffn_down"),
+    "layers.#.mlp.router": plain("blk.#.ffn_gate_inp"),
+    "layers.#.mlp.experts.#.gate_up": Names(("blk.#.ffn_gate_exps[#]", "blk.#.ffn_up_exps[#]"), Layout.CONCATENATED),
+    "layers.#.mlp.experts.#.down": plain("blk.#.ffn_down_exps[#]"),
     "final_norm": plain("output_norm"),
     "lm_head": plain("output"),
 }
@@ -51,6 +54,8 @@ _GRANITE_KEYS = {
     "logit_scale": "logits_scaling",
 }
 _COHERE_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+_EXPERT_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
+_QWEN3_MOE_KEYS = {**_LLAMA_KEYS, **_EXPERT_KEYS, "expert_feed_forward_length": "moe_intermediate_size"}
 _NEOX_KEYS = {
     **_SIZES,
     "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -107,6 +112,10 @@ _ARCHITECTURES = {
     "llama": _llama_like("llama", _PAIRED_NAMES),
     "qwen2": _llama_like("qwen2"),
     "qwen3": _llama_like("qwen3"),
+    "qwen3moe": _Architecture(
+        model_type="qwen3_moe", keys=_QWEN3_MOE_KEYS, names=_NAMES, values={"norm_topk_prob": True}
+    ),
+    "olmoe": _Architecture(model_type="olmoe", keys={**_LLAMA_KEYS, **_EXPERT_KEYS}, names=_NAMES, values={}),
     "gemma": _llama_like("gemma", _GEMMA_NAMES, hidden_act="gelu_pytorch_tanh"),
     "gemma2": _llama_like("gemma2", _GEMMA_NAMES),
     "gemma3": _llama_like("gemma3_text", _GEMMA_NAMES),
@@ -125,11 +134,17 @@ _ARCHITECTURES = {
     "smollm3": _llama_like("smollm3", _PAIRED_NAMES),
     "phi3": _llama_like("phi3", {**_GPT_NAMES, "layers.#.mlp.gate_up": plain("blk.#.ffn_up")}),
     "granite": _Architecture(model_type="granite", keys=_GRANITE_KEYS, names=_PAIRED_NAMES, values={}),
+    "granitemoe": _Architecture(
+        model_type="granitemoe", keys={**_GRANITE_KEYS, **_EXPERT_KEYS}, names=_PAIRED_NAMES, values={}
+    ),
     "gpt2": _Architecture(model_type="gpt2", keys=_GPT2_KEYS, names=_GPT_NAMES, values={}),
     "gptneox": _Architecture(model_type="gpt_neox", keys=_NEOX_KEYS, names=_GPT_NAMES, values={}),
 }
-# Families of which a GGUF file can be served; llama.cpp calls Mistral llama.
-GGUF_FAMILIES = frozenset({*(architecture.model_type for architecture in _ARCHITECTURES.values()), "mistral"})
+# Families of which a GGUF file can be served; llama.cpp calls Mistral and Mixtral llama.
+GGUF_FAMILIES = frozenset(
+    {*(architecture.model_type for architecture in _ARCHITECTURES.values()), "mistral", "mixtral"}
+)
+_MIXTRAL = _Architecture(model_type="mixtral", keys={**_LLAMA_KEYS, **_EXPERT_KEYS}, names=_PAIRED_NAMES, values={})
 
 
 def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
@@ -144,10 +159,10 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
         raise CheckpointError(
             f"{file.path}: the architecture {name!r} is not supported; supported are {known}; use one of these"
         )
-    architecture = _ARCHITECTURES[name]
+    architecture = _MIXTRAL if file.scalars.get("llama.expert_count") else _ARCHITECTURES[name]
     with parsing(file.path):
         values = _config_values(file, name, architecture)
-    has_window = name == "llama" and "sliding_window" in values  # Mistral, which llama.cpp calls llama
+    has_window = architecture.model_type == "llama" and "sliding_window" in values
     family = replace(
         FAMILIES["mistral" if has_window else architecture.model_type],
         names=architecture.names,

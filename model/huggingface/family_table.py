@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormPlacement, RopeScaling
+from model.config_enums import Experts, MlpKind, NormPlacement, RopeScaling
 from model.huggingface.families.family import ModelFamily, convert_config
 from model.huggingface.families.reader import ConfigReader
 from model.huggingface.families.table import FAMILIES
@@ -178,6 +178,7 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}
     rope = {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)}
     partial = {"partial_rotary_factor": config.rotary_size / config.head_dim}
+    experts = {} if config.experts is None else _expert_values(family, config.experts)
     match family.model_type:
         case "smollm3":
             rotated = [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)]
@@ -210,23 +211,14 @@ def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> d
         case "starcoder2":
             return {**window, "norm_epsilon": config.norm_eps, "use_bias": config.attention_bias}
         case "gemma4_text":
-            full = {"rope_theta": config.rope_theta, **_scaling(config.rope_scaling)}
-            local = {"rope_theta": config.local_rope_theta or config.rope_theta, "rope_type": "default"}
-            return {
-                **window,
-                "layer_types": types,
-                "rope_parameters": {"full_attention": full, "sliding_attention": local},
-                "attention_bias": config.attention_bias,
-                "global_head_dim": config.largest_head_dim,
-                "num_kv_shared_layers": config.num_kv_shared_layers or 0,
-                "use_double_wide_mlp": config.kv_shared_mlp_size is not None,
-                "hidden_size_per_layer_input": config.layer_input_size or 0,
-                "vocab_size_per_layer_input": config.vocab_size,
-                "final_logit_softcapping": config.logit_soft_cap,
-            }
-        case "granite":
+            return {**window, "layer_types": types, **_gemma4_values(config, rope)}
+        case "mixtral" | "olmoe":
+            return {**biases, **window, **experts}
+        case "qwen3_moe":
+            return {**biases, **window, **experts, "use_sliding_window": config.sliding_window is not None}
+        case "granite" | "granitemoe":
             factors = {"embedding_multiplier": config.embedding_scale, "logits_scaling": config.logit_divisor}
-            return {**biases, **factors, "attention_multiplier": config.effective_score_scale}
+            return {**biases, **factors, **experts, "attention_multiplier": config.effective_score_scale}
     return {}
 
 
@@ -234,6 +226,29 @@ def _positions(config: ModelConfig) -> int:
     """Return the number of positions in config.json: with dynamic scaling, those before the extension."""
     original = None if config.rope_scaling is None else config.rope_scaling.dynamic_original
     return config.max_context_length if original is None else original
+
+
+def _gemma4_values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
+    local = {"rope_theta": config.local_rope_theta or config.rope_theta, "rope_type": "default"}
+    return {
+        "rope_parameters": {"full_attention": rope, "sliding_attention": local},
+        "attention_bias": config.attention_bias,
+        "global_head_dim": config.largest_head_dim,
+        "num_kv_shared_layers": config.num_kv_shared_layers or 0,
+        "use_double_wide_mlp": config.kv_shared_mlp_size is not None,
+        "hidden_size_per_layer_input": config.layer_input_size or 0,
+        "vocab_size_per_layer_input": config.vocab_size,
+        "final_logit_softcapping": config.logit_soft_cap,
+    }
+
+
+def _expert_values(family: ModelFamily, experts: Experts) -> dict[str, Any]:
+    values: dict[str, Any] = {"num_experts": experts.num, "num_experts_per_tok": experts.num_per_token}
+    if family.model_type in ("qwen3_moe", "olmoe"):
+        values["norm_topk_prob"] = experts.normalizes
+    if family.model_type == "qwen3_moe":
+        values |= {"moe_intermediate_size": experts.mlp_size, "mlp_only_layers": list(experts.dense_layers)}
+    return values
 
 
 def _scaling(scaling: RopeScaling | None) -> dict[str, Any]:

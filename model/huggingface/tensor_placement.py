@@ -65,7 +65,7 @@ def place_tensors(
         CheckpointError: a tensor is missing, extra or in two files, or has a wrong shape or an unsupported dtype; the
             index does not match the files; or a tied head differs from its embedding.
     """
-    found = _read_all_headers(family, files)
+    found = _read_all_headers(family, files, None if config.experts is None else config.experts.num)
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
@@ -78,9 +78,8 @@ def place_tensors(
     for name, source in sources(config, family).items():
         parts: list[EncodedTensor] = []
         for part, shape in source.shapes.items():
-            is_matrix = len(shape) == 2 and (family is None or name.startswith(_MATRICES))
-            is_matrix |= isinstance(encoding, GgufEncoding) and name == "token_embedding.weight"
-            parts.append(_find_part(part, shape, found, encoding if is_matrix else None, missing))
+            has_encoding = len(shape) == 2 and _is_matrix(name, family, encoding)
+            parts.append(_find_part(part, shape, found, encoding if has_encoding else None, missing))
         headers = tuple(header for part in parts for header in part.tensors.values())
         is_plain = all(isinstance(part.encoding, PlainEncoding) for part in parts)
         encoded = () if is_plain else tuple(parts)
@@ -102,6 +101,13 @@ def place_tensors(
             f"({len(missing)} missing); copy all shards, or use the config that the tensors were saved with"
         )
     return placements
+
+
+def _is_matrix(name: str, family: ModelFamily | None, encoding: Encoding | None) -> bool:
+    """Return whether a model tensor of two dimensions may be stored quantized: not a router, nor most embeddings."""
+    if name == "token_embedding.weight" and isinstance(encoding, GgufEncoding):
+        return True
+    return not name.endswith("router.weight") and (family is None or name.startswith(("layers.", "lm_head.")))
 
 
 def _find_part(
@@ -130,10 +136,13 @@ def _find_part(
     return EncodedTensor(encoding=encoding, shape=shape, tensors=tensors)
 
 
-def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict[str, TensorHeader]:
+def _read_all_headers(
+    family: ModelFamily | None, files: Sequence[Path], num_experts: int | None
+) -> dict[str, TensorHeader]:
     """Return the headers of the tensors in all files, by the family's usual tensor name without its prefix.
 
-    Raises CheckpointError if two files hold the same tensor.
+    A tensor of all experts of a layer gives a header for each expert. Raises CheckpointError if two files hold the same
+    tensor.
     """
     found: dict[str, TensorHeader] = {}
     for path in files:
@@ -144,7 +153,24 @@ def _read_all_headers(family: ModelFamily | None, files: Sequence[Path]) -> dict
                     f"{path}: tensor {name} is in {found[short].path.name} too; remove the outdated file"
                 )
             found[short] = header
-    return found
+    return found if num_experts is None else _by_expert(found, num_experts)
+
+
+def _by_expert(found: Mapping[str, TensorHeader], num_experts: int) -> dict[str, TensorHeader]:
+    """Return the headers with an entry, such as experts[0].weight, for each expert of a tensor of all experts."""
+    pieces: dict[str, TensorHeader] = {}
+    for name, header in found.items():
+        if len(header.shape) != 3:
+            pieces[name] = header
+            continue
+        if header.shape[0] != num_experts:
+            raise CheckpointError(
+                f"{header.path}: tensor {header.name} has {header.shape[0]} experts, but the config requires "
+                f"{num_experts}; use the config that the tensor was saved with"
+            )
+        module, _, kind = name.rpartition(".")
+        pieces |= {f"{module}[{index}].{kind}": piece for index, piece in enumerate(header.pieces())}
+    return pieces
 
 
 def _check_index(directory: Path, index: Mapping[str, str], found: Iterable[TensorHeader]) -> None:

@@ -1,8 +1,9 @@
 """Parameter counts of each part of a model, by formula and by the shapes of the part's tensors. Torch-free.
 
 Letters: V vocabulary, n context, L layers, d width, h query heads, g key/value heads, d_k and d_v numbers of a key and
-of a value, m width of the MLP, b buckets of distances, r maximum relative distance. D numbers of a key and of a value
-in global layers, M width of the MLP in layers without keys of their own, p numbers of a layer's own input.
+of a value, m width of the MLP, e experts of a layer, f width of an expert, b buckets of distances, r maximum relative
+distance. D numbers of a key and of a value in global layers, M width of the MLP in layers without keys of their own,
+p numbers of a layer's own input.
 """
 
 import dataclasses
@@ -105,7 +106,10 @@ class Letters(SimpleNamespace):
     """Sizes of a model config as attributes V, d, h, ..., each a `Formula`; a size that the config lacks is 0."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(**{key: Formula(key, getattr(config, name) or 0) for key, name in _FIELD_OF_LETTER.items()})
+        sizes = {key: getattr(config, name) or 0 for key, name in _FIELD_OF_LETTER.items()}
+        experts = config.experts
+        sizes |= {"e": 0, "f": 0} if experts is None else {"e": experts.num, "f": experts.mlp_size}
+        super().__init__(**{key: Formula(key, size) for key, size in sizes.items()})
 
 
 def count_parameters(config: ModelConfig) -> list[PartCount]:
@@ -118,11 +122,12 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
     for tensor, shape in config.parameter_shapes().items():
         prefix = re.match(r"layers\.(\d+)\.", tensor)
         name, layer = (tensor, -1) if prefix is None else (tensor[prefix.end() :], int(prefix[1]))
-        sizes.setdefault(name, {})[layer] = math.prod(shape)
+        by_layer = sizes.setdefault(re.sub(r"(?<=\.experts\.)\d+\.", "", name), {})
+        by_layer[layer] = by_layer.get(layer, 0) + math.prod(shape)
     parts = list(_parts(config))
     if strangers := sizes.keys() - {tensor for part in parts for tensor in part.tensors}:
         name = min(strangers)
-        tensor = next(tensor for tensor in config.parameter_shapes() if tensor.endswith(name))
+        tensor = next(tensor for tensor in config.parameter_shapes() if tensor.endswith(name.rpartition("experts.")[2]))
         raise ValueError(
             f"tensor {tensor} belongs to no part of the model; add it to model/inspect/parameter_counts.py"
         )
@@ -266,13 +271,19 @@ def _layer_input_parts(at: Letters) -> Iterator[PartCount]:
 
 
 def _mlp_parts(config: ModelConfig, at: Letters) -> Iterator[PartCount]:
-    layers: dict[int, list[int]] = {}
+    layers: dict[int, list[int]] = {}  # by size
+    sparse = []
     for layer in range(config.num_layers):
-        layers.setdefault(config.mlp_size_of(layer), []).append(layer)
+        if config.experts_of(layer) is None:
+            layers.setdefault(config.mlp_size_of(layer), []).append(layer)
+        else:
+            sparse.append(layer)
     for size, numbers in layers.items():
         width, kind = (at.m, "") if size == config.mlp_size else (at.M, ", without keys")
         for part in _parts_of_mlp(config, at, width):
             yield dataclasses.replace(part, name=part.name + kind, layers=tuple(numbers))
+    for part in _expert_parts(at) if sparse else ():
+        yield dataclasses.replace(part, layers=tuple(sparse))
 
 
 def _parts_of_mlp(config: ModelConfig, at: Letters, width: Formula) -> Iterator[PartCount]:
@@ -285,6 +296,14 @@ def _parts_of_mlp(config: ModelConfig, at: Letters, width: Formula) -> Iterator[
         for name in widening:
             yield PartCount("mlp", f"b_{name}", width, (f"{fused}.bias",), shares=len(widening))
         yield PartCount("mlp", "b_down", at.d, ("mlp.down.bias",))
+
+
+def _expert_parts(at: Letters) -> Iterator[PartCount]:
+    yield PartCount("experts", "router", at.e * at.d, ("mlp.router.weight",))
+    for name in ("gate", "up"):
+        tensors = ("mlp.experts.gate_up.weight",)
+        yield PartCount("experts", f"W_{name} of experts", at.e * at.d * at.f, tensors, shares=2)
+    yield PartCount("experts", "W_down of experts", at.e * at.f * at.d, ("mlp.experts.down.weight",))
 
 
 def _attention_parts(config: ModelConfig, at: Letters, *, has_keys: bool) -> Iterator[PartCount]:

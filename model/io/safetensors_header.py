@@ -6,7 +6,7 @@ Source: https://github.com/huggingface/safetensors
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,7 @@ class TensorHeader:
 
     dtype: name in that format, such as BF16 or Q4_K.
     begin, end: positions of the tensor's bytes in the file.
+    index: position in the first dimension of the stored tensor, if this entry is one of its pieces; None: all of it.
     """
 
     path: Path
@@ -36,6 +37,17 @@ class TensorHeader:
     shape: tuple[int, ...]
     begin: int
     end: int
+    index: int | None = None
+
+    def pieces(self) -> list["TensorHeader"]:
+        """Return an entry for each index of the tensor's first dimension."""
+        count = self.shape[0]
+        size = (self.end - self.begin) // count
+        starts = (self.begin + index * size for index in range(count))
+        return [
+            replace(self, shape=self.shape[1:], begin=start, end=start + size, index=index)
+            for index, start in enumerate(starts)
+        ]
 
 
 def read_headers(path: Path) -> dict[str, TensorHeader]:

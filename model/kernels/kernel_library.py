@@ -99,6 +99,7 @@ class LayerWeights(ctypes.Structure):
         *((name, _POINTER) for name in ("mlp_out_norm", "mlp_out_norm_bias", "query_norm", "key_norm")),
         *((name, _POINTER) for name in ("value_norm", "input_norm")),
         *((name, _INT) for name in ("kv_heads", "head_dim", "mlp", "rotated", "query_angle", "key_angle")),
+        *((name, _POINTER) for name in ("router", "expert_ups", "expert_downs")),
         ("factor", ctypes.c_float),
     )
 
@@ -132,7 +133,7 @@ class Shape(ctypes.Structure):
     _fields_ = (
         *((name, _INT) for name in ("hidden", "heads", "num_angles", "norm_scope", "norms_rotated")),
         *((name, _INT) for name in ("numbers", "norm", "activation")),
-        *((name, _INT) for name in ("gated", "is_parallel")),
+        *((name, _INT) for name in ("gated", "is_parallel", "num_experts", "experts_per_row", "normalizes_experts")),
         *((name, ctypes.c_float) for name in ("eps", "logit_soft_cap")),
     )
 

@@ -42,7 +42,7 @@ from model.kernels.kernel_library import (
 )
 from model.native.native_adapters import AdapterRows
 from model.native.weight_packing import NUMBERS, pack, padded, shape_of
-from model.nn.layers import GatedMlp, LayerInputs, LayerNorm, RMSNorm
+from model.nn.layers import GatedMlp, LayerInputs, LayerNorm, RMSNorm, SparseMlp
 from model.nn.linear import QuantizedEmbedding
 from model.nn.position_embeddings import score_factors
 from model.nn.transformer import Block, KeysValues, Transformer
@@ -60,9 +60,9 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 
     Needed: float32 or bfloat16, softmax attention, and rows of an even size of at most `_MAX_ROW_SIZE`.
     """
-    inputs = config.layer_input_size or 0
+    inputs, experts = config.layer_input_size or 0, 0 if config.experts is None else config.experts.mlp_size
     heads = {config.num_heads * config.head_dim_of(layer) for layer in range(config.num_layers)}
-    widths = (config.hidden_size, config.largest_mlp_size, inputs, *heads)
+    widths = (config.hidden_size, config.largest_mlp_size, inputs, experts, *heads)
     return (
         dtype in (torch.float32, torch.bfloat16)
         and config.attention is AttentionKind.SOFTMAX
@@ -174,7 +174,7 @@ class NativeTransformer:
         self._logits = kernels.function("kvasir_logits", _POINTER)
         self._decode = kernels.function("kvasir_decode", _POINTER, result=ctypes.c_bool)
         self._are_tokens = kernels.function("kvasir_are_tokens", _POINTER, _INT, _INT, result=ctypes.c_bool)
-        self._kept: list[Tensor] = []  # keeps the memory behind the pointers alive
+        self._kept: list[object] = []  # keeps the memory behind the pointers alive
         rotaries = [rotary for rotary in (model.rotary, model.local_rotary) if rotary is not None]
         num_angles = sum(len(rotary.frequencies) for rotary in rotaries)
         if model.config.score_growth is not None:
@@ -456,12 +456,9 @@ class NativeTransformer:
 
     def _layer(self, block: Block) -> LayerWeights:
         attention, mlp = block.attention, block.mlp
-        gated = isinstance(mlp, GatedMlp)
         layer = LayerWeights(
             qkv=self._matrix(attention.qkv),
             out=self._matrix(attention.out),
-            up=self._matrix(mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up, gated=gated),
-            down=self._matrix(mlp.down),
             query_norm=self._norm(attention.query_norm)[0],
             key_norm=self._norm(attention.key_norm)[0],
             kv_heads=attention.sizes[1] // attention.head_dim,
@@ -471,6 +468,12 @@ class NativeTransformer:
             key_angle=-1,
             factor=1.0 if block.layer_scalar is None else float(block.layer_scalar),
         )
+        if isinstance(mlp, SparseMlp):
+            self._set_experts(layer, mlp)
+        else:
+            gated = isinstance(mlp, GatedMlp)
+            layer.up = self._matrix(mlp.gate_up if isinstance(mlp, GatedMlp) else mlp.up, gated=gated)
+            layer.down = self._matrix(mlp.down)
         rotary = self._model.local_rotary if attention.rotates_locally else self._model.rotary
         if rotary is not None and attention.is_rotated:
             layer.rotated = 2 * len(rotary.frequencies)
@@ -515,6 +518,18 @@ class NativeTransformer:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
+    def _set_experts(self, layer: LayerWeights, mlp: SparseMlp) -> None:
+        """Set a layer's router, as a float32 matrix, and its experts. Each expert is freed after it is packed."""
+        experts, count = [cast(GatedMlp, expert) for expert in mlp.experts], len(mlp.experts)
+        del mlp.experts
+        arrays = (Matrix * 1)(self._matrix(mlp.router.float())), (Matrix * count)(), (Matrix * count)()
+        for number in range(count):
+            expert = experts.pop(0)
+            arrays[1][number] = self._matrix(expert.gate_up, gated=True)
+            arrays[2][number] = self._matrix(expert.down)
+        layer.router, layer.expert_ups, layer.expert_downs = map(ctypes.addressof, arrays)
+        self._kept += arrays
+
     def _embedding_rows(self, model: Transformer) -> Rows:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
 
@@ -546,6 +561,6 @@ class NativeTransformer:
         bias_E = norm.bias if isinstance(norm, LayerNorm) else None
         offset = 1.0 if isinstance(norm, RMSNorm) and norm.unit_offset else 0.0
         parts = [norm.weight.detach().float() + offset] + ([] if bias_E is None else [bias_E.detach().float()])
-        kept = [part / divisor for part in parts]
+        kept: list[Tensor] = [part / divisor for part in parts]
         self._kept += kept
         return kept[0].data_ptr(), None if bias_E is None else kept[1].data_ptr()

@@ -67,6 +67,9 @@ def shape_of(config: ModelConfig, dtype: torch.dtype, num_angles: int) -> Shape:
         activation=_ACTIVATIONS[config.mlp],
         gated=config.mlp.gated,
         is_parallel=config.parallel_residual,
+        num_experts=0 if config.experts is None else config.experts.num,
+        experts_per_row=0 if config.experts is None else config.experts.num_per_token,
+        normalizes_experts=config.experts is not None and config.experts.normalizes,
         eps=config.norm_eps,
         logit_soft_cap=config.logit_soft_cap or 0,
     )

@@ -1,6 +1,7 @@
 """Norms, MLPs and per-layer inputs of a transformer.
 
-Legend: T packed tokens, E hidden size, F feed-forward size, L layers, P size of a layer's input.
+Legend: T packed tokens, E hidden size, F feed-forward size, X experts of a layer, C experts of a token, L layers,
+P size of a layer's input.
 """
 
 import functools
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind
+from model.config_enums import Experts, MlpKind, NormKind
 
 
 class RMSNorm(nn.Module):
@@ -113,8 +114,48 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 }
 
 
-def make_mlp(config: ModelConfig, size: int) -> Mlp | GatedMlp:
-    """Return a new MLP of a size, gated or not, as the model config says."""
+class Router(nn.Module):
+    """Linear layer and softmax that weigh the experts of each token, in float32; see `Experts`.
+
+    No `nn.Linear`, because it stays a float matrix where linear layers are packed or quantized.
+    """
+
+    def __init__(self, config: ModelConfig, experts: Experts) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts.num, config.hidden_size))
+        self.num_chosen, self.normalizes = experts.num_per_token, experts.normalizes
+
+    def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights TC, float32, and the numbers TC of each token's experts."""
+        probabilities_TX = functional.linear(x_TE.float(), self.weight.float()).softmax(-1)
+        weights_TC, experts_TC = probabilities_TX.topk(self.num_chosen, dim=-1)
+        return weights_TC / weights_TC.sum(-1, keepdim=True) if self.normalizes else weights_TC, experts_TC
+
+
+class SparseMlp(nn.Module):
+    """Mixture of experts: the weighted sum of the outputs of each token's experts, in the order of their numbers."""
+
+    def __init__(self, config: ModelConfig, experts: Experts) -> None:
+        super().__init__()
+        self.router = Router(config, experts)
+        self.experts = nn.ModuleList(GatedMlp(config, experts.mlp_size) for _ in range(experts.num))
+
+    def forward(self, x_TE: Tensor) -> Tensor:
+        """Apply each token's experts; input and output have the shape (tokens, hidden size)."""
+        weights_TC, experts_TC = self.router(x_TE)
+        out_TE = torch.zeros_like(x_TE)
+        for number in experts_TC.unique().tolist():
+            tokens, places = torch.where(experts_TC == number)
+            weights = weights_TC[tokens, places, None].to(x_TE.dtype)
+            out_TE = out_TE.index_add(0, tokens, weights * self.experts[number](x_TE[tokens]))
+        return out_TE
+
+
+def make_mlp(config: ModelConfig, layer: int) -> Mlp | GatedMlp | SparseMlp:
+    """Return a new MLP for a layer, gated or not or with experts, as the model config says."""
+    if (experts := config.experts_of(layer)) is not None:
+        return SparseMlp(config, experts)
+    size = config.mlp_size_of(layer)
     return GatedMlp(config, size) if config.mlp.gated else Mlp(config, size)
 
 

@@ -145,7 +145,7 @@ class Block(nn.Module):
         has_both = config.norm_placement is NormPlacement.BOTH
         self.attention_out_norm = make_norm(config, config.hidden_size) if has_both else None
         self.mlp_out_norm = make_norm(config, config.hidden_size) if has_both else None
-        self.mlp = make_mlp(config, config.mlp_size_of(layer))
+        self.mlp = make_mlp(config, layer)
         size = config.layer_input_size
         self.layer_input = None if size is None else LayerInput(config, size)
         self.layer_scalar = nn.Parameter(torch.ones(1)) if config.has_layer_scalar else None

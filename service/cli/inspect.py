@@ -25,6 +25,8 @@ _LETTERS = {
     "d_k": "dimension of a query or key",
     "d_v": "dimension of a value",
     "m": "width of the MLP",
+    "e": "experts of a layer",
+    "f": "width of an expert",
     "b": "number of distance buckets",
     "r": "largest distinct distance",
     "D": "dimension of a key or value in global layers",

@@ -22,6 +22,8 @@ _SERVICE_BYTES = 64 * _MIB
 _HIDDEN_COPIES = 8
 # Rows of MLP size per token: gate, up and their product.
 _MLP_COPIES = 3
+# Rows of hidden size per token and expert: the inputs, as they are and quantized.
+_EXPERT_COPIES = 2
 _FLOAT32_BYTES = 4
 # Bytes per logit with prompt logprobs: in float32, and in bfloat16 before. Logprobs are taken row by row.
 _LOGIT_BYTES = 6
@@ -83,6 +85,8 @@ def step_bytes(config: ModelConfig, max_batched_tokens: int) -> int:
     values = _HIDDEN_COPIES * max(config.hidden_size, config.num_heads * config.largest_head_dim)
     values += _MLP_COPIES * config.largest_mlp_size
     values += config.num_layers * (config.layer_input_size or 0)
+    if (experts := config.experts) is not None:
+        values += experts.num_per_token * (_EXPERT_COPIES * config.hidden_size + _MLP_COPIES * experts.mlp_size)
     token_bytes = values * _FLOAT32_BYTES + config.vocab_size * _LOGIT_BYTES
     return round(_STEP_MARGIN * max_batched_tokens * token_bytes) + _RESULT_BYTES
 

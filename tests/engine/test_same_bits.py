@@ -111,6 +111,20 @@ def test_completions_are_identical_alone_and_in_any_batch(
     assert starved.num_preemptions > 3
 
 
+@pytest.mark.parametrize("numbers", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("level", list(BUILDABLE)[:1])
+def test_completions_of_a_mixture_of_experts_are_identical_alone_and_in_a_batch(level: str, numbers: str) -> None:
+    """An expert computes one row of a request alone, and rows of many requests in a batch."""
+    asked = requests()[:40]
+    alone = Answers(model_of(level, numbers, "experts"), enable_prefix_cache=False)
+    for submit in asked:
+        alone.ask(submit)
+    crowded = Answers(model_of(level, numbers, "experts"))
+    crowded.ask(*asked)
+    assert crowded.reported == alone.reported
+    assert crowded.largest_batch == len(asked)
+
+
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_embeddings_computed_whole_and_in_chunks_are_identical(level: str) -> None:
     rng = random.Random(8)

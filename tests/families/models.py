@@ -66,6 +66,7 @@ _MULTIPLIERS = {
     "attention_multiplier": 0.15,
     "logits_scaling": 6.0,
 }
+_EXPERTS = {"num_experts_per_tok": 3}
 _GEMMA = _SIZES | _GQA | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
 GEMMA_ROPES = {
     "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 8.0},
@@ -132,6 +133,13 @@ CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere2": ("Cohere2", _SIZES | _GQA | {"sliding_window": WINDOW}),
     "phi3": ("Phi3", _SIZES | _GQA),
     "granite": ("Granite", _SIZES | _GQA | _MULTIPLIERS),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _SIZES | _GQA | {"head_dim": 16, "moe_intermediate_size": 40, **_EXPERTS, "num_experts": 6},
+    ),
+    "mixtral": ("Mixtral", _SIZES | _GQA | {**_EXPERTS, "num_local_experts": 6}),
+    "olmoe": ("Olmoe", _SIZES | {**_EXPERTS, "num_experts": 6}),
+    "granitemoe": ("GraniteMoe", _SIZES | _GQA | _MULTIPLIERS | {**_EXPERTS, "num_local_experts": 6}),
     "stablelm": ("StableLm", _SIZES | _GQA),
     "starcoder2": ("Starcoder2", _SIZES | _GQA),
 }
@@ -340,6 +348,14 @@ CASES: dict[str, Case] = {
     "granite": Case("granite", {"rms_norm_eps": 0.05}),
     "granite tied biased": Case("granite", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
     "granite without multipliers": Case("granite", dict.fromkeys(_MULTIPLIERS, 1.0)),
+    "qwen3_moe": Case("qwen3_moe", {"norm_topk_prob": True}),
+    "qwen3_moe sparse steps tied": Case(
+        "qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True, "attention_bias": True}
+    ),
+    "mixtral": Case("mixtral", {"sliding_window": WINDOW}),
+    "olmoe": Case("olmoe", {**_GQA, "norm_topk_prob": True}),
+    "olmoe probabilities": Case("olmoe"),
+    "granitemoe": Case("granitemoe", {"rms_norm_eps": 0.05}),
     "stablelm": Case("stablelm"),
     "stablelm mha biased tied": Case(
         "stablelm", {"num_key_value_heads": 4, "use_qkv_bias": True, "tie_word_embeddings": True}

@@ -67,7 +67,7 @@ def test_published_configs_of_other_families_are_refused_by_what_is_missing(entr
 
 # Families of which no copy of a published config.json was found. Ministral 3 is published as `mistral3`, and Gemma 4 as
 # `gemma4`.
-WITHOUT_PUBLISHED = {"cohere2", "gemma4_text", "ministral3"}
+WITHOUT_PUBLISHED = {"cohere2", "gemma4_text", "granitemoe", "ministral3"}
 
 
 def test_enough_published_configs_have_a_named_source() -> None:
@@ -260,6 +260,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "activation of gemma2": (
         {"model_type": "gemma2", "hidden_act": "silu"},
         "hidden_act='silu': contradicts hidden_activation",
+    ),
+    "no norms of queries in qwen3_moe": (
+        {"model_type": "qwen3_moe", "use_qk_norm": False},
+        "use_qk_norm=False: only models with norms of queries and keys are served",
     ),
     "experts in gemma4": (
         {"model_type": "gemma4_text", "enable_moe_block": True},

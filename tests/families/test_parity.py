@@ -124,6 +124,7 @@ def test_shards_in_bfloat16_are_loaded(tmp_path: Path, case: str) -> None:
     assert worst(whole_texts(load(tmp_path)), theirs) <= TOLERANCE
 
 
+_QWEN3_MOE = {"num": 6, "num_per_token": 3, "mlp_size": 40, "normalizes": True}
 # Each mechanism changes the logits of its case, so the parity test above detects a missing mechanism.
 ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "exact gelu": ("gpt2 exact gelu", {"mlp": MlpKind.GELU}),
@@ -180,6 +181,13 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "multiplier of embeddings and layers": ("granite", {"embedding_scale": 12.0}),
     "epsilon of multiplied layers": ("granite", {"norm_eps": 0.05}),
     "multiplier of scores": ("granite", {"score_scale": None}),
+    "normalized weights of experts": ("qwen3_moe", {"experts": {**_QWEN3_MOE, "normalizes": False}}),
+    "number of experts of a token": ("qwen3_moe", {"experts": {**_QWEN3_MOE, "num_per_token": 2}}),
+    "probabilities as weights": (
+        "olmoe probabilities",
+        {"experts": {**_QWEN3_MOE, "mlp_size": 48}},
+    ),
+    "window of mixtral": ("mixtral", {"sliding_window": None}),
     "partial rotary of stablelm": ("stablelm", {"rotary_dim": None}),
     "window of starcoder2": ("starcoder2", {"sliding_window": None}),
     "divisor of logits": ("granite", {"logit_divisor": 1.0}),

@@ -84,6 +84,10 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "cohere2": (Case("cohere2", {"tie_word_embeddings": False, "layer_types": TYPES}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
     "granite": (Case("granite"), write_byte_level),
+    "qwen3_moe": (Case("qwen3_moe", {"norm_topk_prob": True, "mlp_only_layers": [1]}), write_byte_level),
+    "mixtral": (Case("mixtral"), write_sentence_piece),
+    "olmoe": (Case("olmoe"), write_byte_level),
+    "granitemoe": (Case("granitemoe"), write_byte_level),
     "stablelm": (Case("stablelm"), write_byte_level),
     "starcoder2": (Case("starcoder2"), write_byte_level),
 }

@@ -166,6 +166,7 @@ def test_a_directory_without_checkpoint_is_reported(tmp_path: Path, capsys: pyte
         ("smollm2-135m", 134_515_008, 23_040),
         ("qwen3-0.6b", 596_049_920, 114_688),
         ("llama-3.2-1b", 1_235_814_400, 32_768),
+        ("qwen3-moe", 712_807_424, 16_384),
         ("qwen3-1.7b", 1_720_574_976, 114_688),
     ],
 )

@@ -77,7 +77,7 @@ def test_an_unsupported_model_type_exits_with_one_line(tmp_path: Path, monkeypat
     exported = export(tmp_path, monkeypatch, "S")
     config = json.loads((exported / "config.json").read_text())
     (exported / "config.json").write_text(json.dumps({**config, "model_type": "gemma"}))
-    with pytest.raises(SystemExit, match="model type 'gemma'; only llama, qwen3 are converted to GGUF"):
+    with pytest.raises(SystemExit, match="model type 'gemma'; only llama, qwen3, qwen3_moe are converted to GGUF"):
         convert(exported, monkeypatch)
 
 

@@ -57,6 +57,7 @@ LONGROPE = {
     "short_divisors": [1.0, 1.0, 1.0],
     "long_divisors": [1.1, 2.0, 7.0],
 }
+EXPERTS = {"num": 6, "num_per_token": 2, "mlp_size": 40, "normalizes": True, "dense_layers": [1]}
 _CHANGES: dict[str, dict[str, Any]] = {
     "rotary-gqa": {},
     "rotary-mqa-untied": {"num_kv_heads": 1, "tie_embeddings": False, "qk_norm": False},
@@ -129,6 +130,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "ministral3": {"rope_scaling": YARN, "score_growth": 0.5, "score_growth_interval": 5, "qk_norm": False},
     "cohere": {**NEOX, "shares_norm": True, "norm_bias": False, "qk_norm": False, "mlp": "swiglu"},
     "smollm3": {"unrotated_layers": [1], "qk_norm": False},
+    "experts": {"experts": EXPERTS, "qk_norm": False},
     "phi3": {"rope_scaling": LONGROPE, "rotary_dim": 6, "qk_norm": False},
     "granite": {"logit_divisor": 6.0, "embedding_scale": 54.5, "score_scale": 0.2, "qk_norm": False},
     "qwen2": {"attention_bias": True, "attention_out_bias": False, "qk_norm": False, "score_scale": 0.2},

@@ -19,7 +19,7 @@ from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.safetensors_header import TensorHeader, read_headers
 
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # that the gguf package can write
-_ARCHITECTURES = ("llama", "qwen3")  # model types of Hugging Face and of GGUF
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}  # of Hugging Face, and of GGUF
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NAMES = {
     "embed_tokens": "token_embd",
@@ -36,6 +36,7 @@ _NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
 # GGUF names of sizes, and their names in config.json. Without the lengths of keys and values, llama.cpp assumes a head
 # size of hidden size / heads.
@@ -51,6 +52,9 @@ _SIZES = {
     "value_length": "head_dim",
     "rope_dimension_count": "head_dim",
     "layer_norm_rms_eps": "rms_norm_eps",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 
 
@@ -64,10 +68,11 @@ def main() -> None:
     model_type = config["model_type"]
     if model_type not in _ARCHITECTURES:
         sys.exit(f"{source}: model type {model_type!r}; only {', '.join(_ARCHITECTURES)} are converted to GGUF")
-    writer = gguf.GGUFWriter(out, model_type)
+    writer = gguf.GGUFWriter(out, _ARCHITECTURES[model_type])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     for name, key in _SIZES.items():
-        getattr(writer, f"add_{name}")(config[key])
+        if key in config:
+            getattr(writer, f"add_{name}")(config[key])
     _write_tokenizer(writer, *(json.loads((source / name).read_text()) for name in _TOKENIZER_FILES))
     if (template := source / "chat_template.jinja").is_file():
         writer.add_chat_template(template.read_text())
@@ -79,14 +84,19 @@ def main() -> None:
     # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, its "qwen3" and transformers the two halves.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}
+    tensors: dict[tuple[str, str], dict[int, TensorHeader]] = {}  # by expert; a tensor without experts has one entry
     for path in sorted(source.glob("*.safetensors")):
         for name, header in read_headers(path).items():
-            array = _read(header)
-            prefix, part = _gguf_name(name)
-            pairs = _as_pairs(array, reordered[part]) if part in reordered else array
-            fits = array.ndim > 1 and array.shape[1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
-            kind = wanted if fits else gguf.GGMLQuantizationType.F32
-            writer.add_tensor(f"{prefix}{part}.weight", gguf.quants.quantize(pairs, kind), raw_dtype=kind)
+            prefix, part, expert = _gguf_name(name)
+            tensors.setdefault((prefix, part), {})[expert] = header
+    for (prefix, part), headers in tensors.items():
+        arrays = [_read(header) for _, header in sorted(headers.items())]
+        array = np.stack(arrays) if part.endswith("_exps") else arrays[0]
+        pairs = _as_pairs(array, reordered[part]) if part in reordered else array
+        is_quantized = array.ndim > 1 and part != "ffn_gate_inp"
+        fits = is_quantized and array.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+        kind = wanted if fits else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(f"{prefix}{part}.weight", gguf.quants.quantize(pairs, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -118,13 +128,16 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], setting
     writer.add_add_bos_token(bool(settings.get("add_bos_token")))
 
 
-def _gguf_name(name: str) -> tuple[str, str]:
-    """Return llama.cpp's name of a Hugging Face tensor, in two parts: layer prefix, and name within the layer."""
+def _gguf_name(name: str) -> tuple[str, str, int]:
+    """Return llama.cpp's name of a Hugging Face tensor: layer prefix, name within the layer, and expert number."""
     part = name.removeprefix("model.").removesuffix(".weight")
     if part in _NAMES:
-        return "", _NAMES[part]
+        return "", _NAMES[part], 0
     _, layer, inner = part.split(".", 2)
-    return f"blk.{layer}.", _NAMES[inner]
+    if inner.startswith("mlp.experts."):
+        expert, matrix = inner.removeprefix("mlp.experts.").split(".")
+        return f"blk.{layer}.", f"{_NAMES[f'mlp.{matrix}']}_exps", int(expert)
+    return f"blk.{layer}.", _NAMES[inner], 0
 
 
 def _as_pairs(weight_FE: np.ndarray, num_heads: int) -> np.ndarray:

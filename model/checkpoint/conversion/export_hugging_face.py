@@ -1,8 +1,10 @@
 """Export of a checkpoint as a Hugging Face directory."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
 from model.checkpoint.weights import DTYPES, part_views, read_weights, write_shards
 from model.config import ModelConfig
-from model.huggingface.families.family import ModelFamily, full_name, sources
+from model.huggingface.families.family import ModelFamily, Source, full_name, sources
 from model.huggingface.family_table import hugging_face_config
 from model.io.files import CheckpointError, read_json, write_json, written_whole
 from model.tokenizer.export import export_tokenizer
@@ -52,16 +54,47 @@ def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch
     stored = {header.dtype for place in placements.values() for header in place.parts}
     dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32
     tensors = read_weights(placements, manifest.config, device="cpu", dtype=dtype)
-    shapes = {name: s for source in sources(manifest.config, family).values() for name, s in source.shapes.items()}
-    num_bytes = {full_name(family, name): math.prod(shape) * dtype.itemsize for name, shape in shapes.items()}
-    write_shards(out, num_bytes, _family_tensors(tensors, manifest.config, family))
+    places = _family_places(manifest.config, family)
+    num_bytes = {
+        full_name(family, name): sum(math.prod(place.shape) for place in parts) * dtype.itemsize
+        for name, parts in places.items()
+    }
+    write_shards(out, num_bytes, _family_tensors(tensors, manifest.config, places))
     return dtype
 
 
-def _family_tensors(tensors: Mapping[str, Tensor], config: ModelConfig, family: ModelFamily) -> Iterator[Tensor]:
-    """Yield tensors of Hugging Face's format (q, k, v), cut from Kvasir's (qkv), in the order of `sources`."""
+class _Place(NamedTuple):
+    """Part of a tensor of Kvasir's model, such as q of qkv: a tensor of Hugging Face's format, or a piece of one.
+
+    name, part: Kvasir's name, and the position among the parts of `source`. shape: shape in Hugging Face's format.
+    is_piece: the tensor in Hugging Face's format has all experts of a layer, of which this is one.
+    """
+
+    name: str
+    source: Source
+    part: int
+    shape: tuple[int, ...]
+    is_piece: bool
+
+
+def _family_places(config: ModelConfig, family: ModelFamily) -> dict[str, list[_Place]]:
+    """Return the places of each tensor of Hugging Face's format: several if it holds all experts of a layer."""
+    places: dict[str, list[_Place]] = {}
     for name, source in sources(config, family).items():
-        shapes = source.shapes.values()
-        views = part_views(tensors[name], source.layout, (shape[0] for shape in shapes), config)
-        for shape, view in zip(shapes, views, strict=True):
-            yield view.reshape(shape).contiguous()
+        for part, (stored, shape) in enumerate(source.shapes.items()):
+            whole = re.sub(r"\[\d+\]", "", stored)
+            places.setdefault(whole, []).append(_Place(name, source, part, shape, whole != stored))
+    return places
+
+
+def _family_tensors(
+    tensors: Mapping[str, Tensor], config: ModelConfig, places: Mapping[str, list[_Place]]
+) -> Iterator[Tensor]:
+    """Yield the tensors of `places`, cut from Kvasir's (q, k, v from qkv), with those of several places stacked."""
+    for parts in places.values():
+        found = []
+        for place in parts:
+            rows = (shape[0] for shape in place.source.shapes.values())
+            view = part_views(tensors[place.name], place.source.layout, rows, config)[place.part]
+            found.append(view.reshape(place.shape))
+        yield torch.stack(found) if parts[0].is_piece else found[0].contiguous()

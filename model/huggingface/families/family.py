@@ -1,5 +1,6 @@
 """Definition of a model family, and the checkpoint tensors that make up each tensor of Kvasir's model."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -25,7 +26,8 @@ class Layout(StrEnum):
 class Names:
     """Names of the checkpoint modules (q, k, v) that make up one module of Kvasir's model (qkv), in the order of rows.
 
-    modules: names in the checkpoint, with `#` for the layer number.
+    modules: names in the checkpoint, with `#` for the number of the layer, and of the expert. `[#]`: the checkpoint has
+        one tensor for all experts of a layer, whose first dimension is the experts.
     layout: layout of the weight. A bias is never transposed.
     """
 
@@ -113,26 +115,33 @@ def sources(config: ModelConfig, family: ModelFamily | None) -> dict[str, Source
 
 def _source(config: ModelConfig, family: ModelFamily, name: str, shape: tuple[int, ...]) -> Source:
     module, _, kind = name.rpartition(".")
-    first, _, rest = module.partition(".")
-    layer, _, inner = rest.partition(".")
-    names = family.names[f"{first}.#.{inner}".removesuffix(".") if first == "layers" else module]
-    parts = [f"{part.replace('#', layer)}.{kind}" for part in names.modules]
+    names = family.names[re.sub(r"\.\d+(?=\.|$)", ".#", module)]
+    numbers = re.findall(r"\.(\d+)(?=\.|$)", module)
+    parts = [f"{_numbered(part, numbers)}.{kind}" for part in names.modules]
     if names.layout in (Layout.CONCATENATED, Layout.ROTARY_PAIRS):
-        rows = zip(parts, _rows(config, inner, int(layer)), strict=True)
+        rows = zip(parts, _rows(config, module, shape[0]), strict=True)
         return Source(names.layout, {part: (row, *shape[1:]) for part, row in rows if row})
     if names.layout is Layout.TRANSPOSED:
         return Source(Layout.AS_IS if len(shape) == 1 else names.layout, {parts[0]: shape[::-1]})
     return Source(names.layout, {parts[0]: shape})
 
 
-def _rows(config: ModelConfig, module: str, layer: int) -> tuple[int, ...]:
+def _numbered(name: str, numbers: list[str]) -> str:
+    for number in numbers:
+        name = name.replace("#", number, 1)
+    return name
+
+
+def _rows(config: ModelConfig, module: str, rows: int) -> tuple[int, ...]:
     """Return each checkpoint tensor's number of rows in a concatenated matrix of a layer, qkv or gate_up.
 
-    It is 0 for keys and values that are those of an earlier layer.
+    It is 0 for keys and values that are those of an earlier layer. rows: number of rows of the matrix.
     """
-    size, has_keys = config.head_dim_of(layer), config.kv_source(layer) == layer
-    query, key = config.num_heads * size, config.num_kv_heads * size * has_keys
-    return {"attention.qkv": (query, key, key), "mlp.gate_up": (config.mlp_size_of(layer),) * 2}[module]
+    if module.endswith(".gate_up"):
+        return rows // 2, rows // 2
+    query = config.num_heads * config.head_dim_of(int(module.split(".")[1]))
+    key = (rows - query) // 2
+    return query, key, key
 
 
 def full_name(family: ModelFamily | None, name: str) -> str:

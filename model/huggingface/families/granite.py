@@ -12,7 +12,8 @@ from model.huggingface.families.llama_like import derived_family
 from model.huggingface.families.reader import ConfigReader
 
 
-def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+def read_granite(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ModelConfig fields of Granite that differ from Llama's."""
     residual = reader.number("residual_multiplier", 1.0)
     return {
         "embedding_scale": reader.number("embedding_multiplier", 1.0) / residual,
@@ -23,4 +24,4 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
     }
 
 
-GRANITE = derived_family("granite", "Granite", _read_own_fields)
+GRANITE = derived_family("granite", "Granite", read_granite)

@@ -31,7 +31,7 @@ _HARMLESS_KEYS = """
     return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
     exponential_decay_length_penalty suppress_tokens begin_suppress_tokens reorder_and_upcast_attn
     max_new_tokens cache_implementation max_sequence_length is_llama_config _num_labels _flash_attn_2_enabled
-    dropout activation_dropout layerdrop init_std
+    dropout activation_dropout layerdrop init_std output_router_logits router_aux_loss_coef router_jitter_noise
     internal_version
 """
 _REPR = reprlib.Repr()

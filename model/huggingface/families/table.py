@@ -14,6 +14,7 @@ from model.huggingface.families.granite import GRANITE
 from model.huggingface.families.hunyuan import HUNYUAN
 from model.huggingface.families.llama import LLAMA_LIKE
 from model.huggingface.families.mistral3 import MISTRAL3
+from model.huggingface.families.mixture import MIXTURES
 from model.huggingface.families.opt import OPT
 from model.huggingface.families.phi3 import PHI3
 from model.huggingface.families.post_norm import POST_NORM
@@ -33,6 +34,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         SMOLLM3,
         PHI3,
         GRANITE,
+        *MIXTURES,
         HUNYUAN,
         *MISTRAL3,
         *COHERE,

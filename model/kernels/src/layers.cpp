@@ -4,6 +4,7 @@
 
 #include "low_rank.h"
 #include "quantized.h"
+#include "routing.h"
 #include "scratch.h"
 
 namespace kvasir {
@@ -13,13 +14,15 @@ namespace {
 // the outputs of attention and MLP; a layer has both or neither. kv_heads: 0 if the layer reads the keys and values of an
 // earlier layer. rotated: dimensions of a head with rotary embedding. query_angle, key_angle: index of the first of these
 // heads' angles among those of a position in `Rows`; -1: they are not rotated. input_gate, input_out and input_norm are of
-// the layer's input; see LayerInputWeights. factor: of the layer's output.
+// the layer's input; see LayerInputWeights. A layer with experts has a router (float32), and a matrix of each expert in
+// place of up and down. factor: of the layer's output.
 struct LayerWeights {
     Matrix qkv, out, up, down, input_gate, input_out;
     const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias;
     const float *attention_out_norm, *attention_out_norm_bias, *mlp_out_norm, *mlp_out_norm_bias;
     const float *query_norm, *key_norm, *value_norm, *input_norm;
     int64_t kv_heads, head_dim, mlp, rotated, query_angle, key_angle;
+    const Matrix *router, *expert_ups, *expert_downs;
     float factor;
 };
 
@@ -35,14 +38,15 @@ struct LayerInputWeights {
 
 // Parameters that all layers share. numbers: type of queries, keys and values (float32 or bfloat16). num_angles: angles
 // of a position, of all rotary embeddings. norm_scope, of query and key norms: 0 for each head, 1 for all heads.
-// norms_rotated: they come after the rotation. logit_soft_cap: bound of the logits; 0: no bound.
+// norms_rotated: they come after the rotation. experts_per_row, normalizes_experts: `num_per_token` and `normalizes` of
+// `Experts`. logit_soft_cap: bound of the logits; 0: no bound.
 struct Shape {
     int64_t hidden, heads;
     int64_t num_angles, norm_scope, norms_rotated;
     Numbers numbers;
     Norm norm;
     Activation activation;
-    int64_t gated, is_parallel;
+    int64_t gated, is_parallel, num_experts, experts_per_row, normalizes_experts;
     float eps, logit_soft_cap;
 };
 
@@ -161,7 +165,11 @@ class Step {
         add_product(layer.out, convert_inputs(layer.out, static_cast<const Number*>(mixed), width, width, adapted),
                     adds ? rows.x : rows.added, adds, adapted);
         if (norms_outputs) add_normed(layer.attention_out_norm, layer.attention_out_norm_bias);
-        mlp(layer, number, adds ? rows.x : rows.added, !norms_outputs);
+        if (layer.router == nullptr) {
+            mlp(layer, number, adds ? rows.x : rows.added, !norms_outputs);
+        } else {
+            mixture(layer);
+        }
         if (norms_outputs) {
             add_normed(layer.mlp_out_norm, layer.mlp_out_norm_bias);
         } else {
@@ -370,6 +378,18 @@ class Step {
         product(matrix, inputs, work, adapted);
     }
 
+    // Writes the activations of a row's results: `hidden` is the row's hidden values.
+    void activate_results(Wide* hidden, int64_t output, const Lanes* results, int blocks) const {
+        Wide* at = hidden + (shape.gated ? output / 2 : output);
+        if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
+            for (int b = 0; b < blocks; b += 2, at += LANES) {
+                store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
+            }
+        } else {
+            for (int b = 0; b < blocks; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
+        }
+    }
+
     // Computes the MLP of the norm of x, or of x if the layer has no such norm, and writes or adds it to rows of floats.
     void mlp(const LayerWeights& layer, int64_t number, float* to, bool adds) const {
         const Adapted up{number, &LayerAdapter::up}, down{number, &LayerAdapter::down};
@@ -378,17 +398,101 @@ class Step {
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(layer.mlp);
         const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
-            Wide* at = hidden + row * hidden_stride + (shape.gated ? output / 2 : output);
-            if (shape.gated) {  // blocks of gates alternate with the blocks that they multiply
-                for (int b = 0; b < blocks; b += 2, at += LANES) {
-                    store(at, mul(activate(shape.activation, results[b]), results[b + 1]));
-                }
-            } else {
-                for (int b = 0; b < blocks; ++b, at += LANES) store(at, activate(shape.activation, results[b]));
-            }
+            activate_results(hidden + row * hidden_stride, output, results, blocks);
         };
         product(layer.up, inputs, work, up);
         add_product(layer.down, convert_inputs(layer.down, hidden, layer.mlp, hidden_stride, down), to, adds, down);
+    }
+
+    // Calls work(row, output, results, blocks) with the results of a piece of a product, whose inputs are in rows.narrow
+    // or `wide`.
+    template <typename Work>
+    void product_piece(const Matrix& matrix, const Wide* wide, int64_t stride, Piece piece, const Work& work) const {
+        const Emit emit = [](const void* work, int64_t row, int64_t output, const Lanes* results, int blocks) {
+            (*static_cast<const Work*>(work))(row, output, results, blocks);
+        };
+        const void* inputs = is_quantized(matrix) ? rows.narrow : wide;
+        multiply_piece(matrix, inputs, stride, rows.scales, piece, emit, &work);
+    }
+
+    // Adds the weighted sum of the outputs of each row's experts to x. The sum is in the order of the experts' numbers,
+    // and so is batch-invariant.
+    void mixture(const LayerWeights& layer) const {
+        static thread_local MixtureScratch scratch;
+        const Pairs pairs = route(layer, scratch);
+        const int64_t num_pairs = rows.count * shape.experts_per_row, threads = rows.threads;
+        const int64_t size = layer.expert_downs->inputs, hidden_stride = padded(size);
+        // A step whose rows are the pairs: first with the inputs of the experts, then with their hidden values.
+        Rows of_pairs = rows;
+        of_pairs.count = num_pairs;
+        of_pairs.wide = scratch.wide.reserve(num_pairs * (stride + hidden_stride) * sizeof(Wide));
+        of_pairs.narrow = scratch.narrow.reserve(num_pairs * std::max(stride, hidden_stride) / GROUP_SIZE *
+                                                 sizeof(InputGroup));
+        of_pairs.scales = reinterpret_cast<float*>(scratch.scales.reserve(num_pairs * sizeof(float)));
+        const Step each(shape, of_pairs);
+        Wide *inputs = each.wide(), *hidden = inputs + num_pairs * stride;
+        const auto* from = reinterpret_cast<const float*>(scratch.normed.memory);
+        each.each_part(pairs, [&](const ExpertPart& part, int64_t pair) {
+            const float* row = from + pairs.rows[pair] * stride;
+            each.convert_row(layer.expert_ups[part.expert], row, shape.hidden, pair, stride);
+        });
+        const int64_t panels = layer.expert_ups->outputs / PANEL;
+        parallel_for(pairs.num_parts * panels, threads, [&](int64_t task, int) {
+            const ExpertPart& part = pairs.parts[task / panels];
+            const int64_t output = task % panels * PANEL;
+            const Piece piece{output, part.first, part.end};
+            each.product_piece(layer.expert_ups[part.expert], inputs, stride, piece,
+                               [&](int64_t pair, int64_t output, const Lanes* results, int blocks) {
+                                   activate_results(hidden + pair * hidden_stride, output, results, blocks);
+                               });
+        });
+        each.each_part(pairs, [&](const ExpertPart& part, int64_t pair) {
+            const Matrix& down = layer.expert_downs[part.expert];
+            if (is_quantized(down)) each.convert_row(down, hidden + pair * hidden_stride, size, pair, hidden_stride);
+        });
+        // One task sums all experts of a panel.
+        parallel_for(layer.expert_downs->outputs / PANEL, threads, [&](int64_t panel, int) {
+            for (const ExpertPart* part = pairs.parts; part < pairs.parts + pairs.num_parts; ++part) {
+                const Piece piece{panel * PANEL, part->first, part->end};
+                each.product_piece(layer.expert_downs[part->expert], hidden, hidden_stride, piece,
+                                   [&](int64_t pair, int64_t output, const Lanes* results, int blocks) {
+                                       float* at = rows.x + pairs.rows[pair] * stride + output;
+                                       const Lanes weight = splat(pairs.weights[pair]);
+                                       for (int b = 0; b < blocks; ++b, at += LANES) {
+                                           store(at, fma(weight, results[b], load(at)));
+                                       }
+                                   });
+            }
+        });
+    }
+
+    // Writes the norm of x to scratch.normed, and returns the pairs of each row and its experts.
+    Pairs route(const LayerWeights& layer, MixtureScratch& scratch) const {
+        const Matrix& router = *layer.router;
+        const int64_t num = shape.num_experts, each = shape.experts_per_row;
+        auto* normed = reinterpret_cast<float*>(scratch.normed.reserve(rows.count * stride * sizeof(float)));
+        auto* logits = reinterpret_cast<float*>(scratch.logits.reserve(rows.count * router.outputs * sizeof(float)));
+        auto* experts = reinterpret_cast<int32_t*>(scratch.experts.reserve(rows.count * each * sizeof(int32_t)));
+        auto* weights = reinterpret_cast<float*>(scratch.weights.reserve(rows.count * each * sizeof(float)));
+        each_row([&](int64_t row) {
+            normalize(shape.norm, rows.x + row * stride, shape.hidden, layer.mlp_norm, layer.mlp_norm_bias, shape.eps,
+                      normed + row * stride);
+        });
+        store_product(router, Inputs{normed, stride}, logits);
+        each_row([&](int64_t row) {
+            choose_experts(logits + row * router.outputs, num, each, shape.normalizes_experts != 0,
+                           experts + row * each, weights + row * each);
+        });
+        return pair_up(experts, weights, rows.count, each, num, scratch);
+    }
+
+    // Calls work(part, pair) for every pair.
+    template <typename Work>
+    void each_part(const Pairs& pairs, const Work& work) const {
+        parallel_for(pairs.num_parts, rows.count < 4 ? 1 : rows.threads, [&](int64_t index, int) {
+            const ExpertPart& part = pairs.parts[index];
+            for (int64_t pair = part.first; pair < part.end; ++pair) work(part, pair);
+        });
     }
 
     void add_row(int64_t row) const {

@@ -204,6 +204,47 @@ void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* 
     });
 }
 
+// Emits the results of a piece of a product: adds the piece's first row and output to the row and output.
+struct PieceEmit {
+    Emit emit;
+    const void* work;
+    Piece piece;
+
+    static void call(const void* self, int64_t row, int64_t output, const Lanes* results, int blocks) {
+        const auto& mine = *static_cast<const PieceEmit*>(self);
+        mine.emit(mine.work, mine.piece.first + row, mine.piece.output + output, results, blocks);
+    }
+};
+
+void multiply_piece(const Matrix& matrix, const void* x, int64_t stride, const float* scales, Piece piece, Emit emit,
+                    const void* work) {
+    Matrix panel = matrix;
+    panel.outputs = PANEL;
+    int64_t row_bytes = stride;
+    switch (matrix.numbers) {
+        case Numbers::float32:
+            panel.weight = weights_of<Float32>(matrix, piece.output), row_bytes = stride * sizeof(float);
+            break;
+        case Numbers::bfloat16:
+            panel.weight = weights_of<Bfloat16>(matrix, piece.output), row_bytes = stride * sizeof(Bfloat16Input);
+            break;
+        case Numbers::int8: panel.weight = weights_of<Int8>(matrix, piece.output); break;
+        default:
+            with_strips(matrix.numbers, [&](auto kind) {
+                using Kind = decltype(kind);
+                panel.weight = strip_of<Kind>(matrix, piece.output);
+                row_bytes = stride / Kind::INPUTS * sizeof(typename Kind::Input);
+            });
+    }
+    if (matrix.bias != nullptr) panel.bias += piece.output;
+    if (matrix.scale != nullptr) panel.scale += piece.output;
+    if (matrix.shift != nullptr) panel.shift += piece.output;
+    const PieceEmit shifted{emit, work, piece};
+    const float* row_scales = scales == nullptr ? nullptr : scales + piece.first;
+    const char* rows = static_cast<const char*>(x) + piece.first * row_bytes;
+    multiply(panel, rows, stride, row_scales, piece.end - piece.first, 1, PieceEmit::call, &shifted);
+}
+
 // Writes the weights of one output of a matrix in panels. scaled: converts a weight to a float.
 template <typename Kind, typename Scaled>
 void unpack_panels(const Matrix& matrix, int64_t output, float* to, const Scaled& scaled) {

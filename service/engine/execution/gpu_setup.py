@@ -57,7 +57,8 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
     chosen = choose(context)
     for reason in chosen.left_out:
         logger.log(logging.INFO if on_cpu else logging.WARNING, "attention kernel disabled: %s", reason)
-    return AttentionChoice(backend=chosen.backend, name=str(chosen), can_capture=True)
+    # A graph has fixed shapes, but a token's experts are known only when the step runs.
+    return AttentionChoice(backend=chosen.backend, name=str(chosen), can_capture=context.config.experts is None)
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:

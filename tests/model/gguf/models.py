@@ -1,6 +1,6 @@
 """GGUF files of the small random models in tests/families/models.py, written as llama.cpp's converter writes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from tests.families.models import transformers
 
 ARCHITECTURES = {
     "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
     "gpt_neox": "gptneox",
     "gemma3_text": "gemma3",
     "cohere": "command-r",
@@ -44,6 +46,13 @@ _LAYER_NAMES = {
     "attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.router": "ffn_gate_inp",
+    **{
+        f"{mlp}.experts.{x}_proj": f"ffn_{x}_exps"
+        for mlp in ("mlp", "block_sparse_moe")
+        for x in ("gate", "up", "down")
+    },
 }
 _OUT_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _OTHER_NAMES = {
@@ -93,7 +102,7 @@ def write_model(
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
     _change(writer, changes or {})
-    for own_name, tensor in model.state_dict().items():
+    for own_name, tensor in _tensors(model):
         if config.tie_word_embeddings and own_name.startswith(("lm_head", "embed_out")):
             continue
         new, kind = _gguf_name(family, own_name)
@@ -102,7 +111,7 @@ def write_model(
         array = _as_stored(config, new, kind, tensor).float().numpy()
         wanted = gguf.GGMLQuantizationType[(types or {}).get(new.split(".")[-1], type_name)]
         block, _ = gguf.GGML_QUANT_SIZES[wanted]
-        if array.ndim == 1 or array.shape[1] % block:
+        if array.ndim == 1 or array.shape[-1] % block or new.endswith("ffn_gate_inp"):
             wanted = gguf.GGMLQuantizationType.F32
         data = quantize(array, wanted)
         writer.add_tensor(f"{new}.{kind}", data, raw_dtype=wanted)
@@ -111,6 +120,16 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _tensors(model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's tensors, with gate and up of all experts of a layer as two."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj"):
+            for half, part in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+                yield f"{name.removesuffix('gate_up_proj')}{half}_proj.weight", part
+        else:
+            yield (f"{name}.weight" if name.endswith("experts.down_proj") else name), tensor
 
 
 def _change(writer: gguf.GGUFWriter, changes: dict[str, Any]) -> None:
@@ -190,7 +209,7 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if family in ("mistral", "gemma2", "gemma3_text", "cohere2") and config.sliding_window:
+    if family in ("mistral", "mixtral", "gemma2", "gemma3_text", "cohere2") and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
     if family in ("gemma2", "gemma3_text"):
         if config.attn_logit_softcapping is not None:
@@ -200,7 +219,12 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if family == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
-    if family == "granite":
+    if hasattr(config, "num_experts_per_tok"):
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if family == "qwen3_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if family in ("granite", "granitemoe"):
         writer.add_attention_scale(config.attention_multiplier)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -252,7 +276,7 @@ def _as_stored(config: Any, name: str, kind: str, tensor: Tensor) -> Tensor:
     if part == "attn_qkv" and family == "gpt_neox":
         heads = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return heads.transpose(0, 1).reshape(tensor.shape)
-    if family in ("llama", "mistral", "smollm3", "granite") and part in ("attn_q", "attn_k"):
+    if family in ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe") and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)

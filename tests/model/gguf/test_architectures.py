@@ -40,6 +40,7 @@ EXPRESSIBLE = (
     *("ernie4_5", "hunyuan", "hunyuan alpha tied", "cohere", "cohere2"),
     *("smollm3 four layers", "phi3", "phi3 windows", "phi3 partial tied", "phi3 longrope beyond"),
     *("phi3 longrope partial", "granite", "granite tied biased", "granite without multipliers"),
+    *("qwen3_moe", "mixtral", "olmoe probabilities", "granitemoe"),
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 numbers
 
@@ -80,6 +81,19 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, record_pr
     prove(record_property, CASES[case].family, "GGUF")
     model = CASES[case].build()
     assert_parity(load(write_model(tmp_path / "m.gguf", model)), model)
+
+
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
+def test_quantized_experts_stay_quantized(tmp_path: Path, type_name: str) -> None:
+    model = CASES["qwen3_moe"].build(hidden_size=64, moe_intermediate_size=96)
+    path = write_model(tmp_path / "m.gguf", model, type_name=type_name)
+    ours = load(path)
+    kept = [name for name, module in ours.named_modules() if isinstance(module, GroupedLinear) and "experts" in name]
+    assert len(kept) == 2 * 3 * 6  # two matrices of each expert of each layer
+    floats = load_as_floats(path)
+    ids = texts()[0]
+    metadata = AttentionMetadata.uncached((len(ids),))
+    assert difference(with_float_weights(ours)(ids, metadata, None), floats(ids, metadata, None)) <= 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("type_name", TENSOR_TYPES)
@@ -136,7 +150,8 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
         ({"llama.embedding_length": 36}, "has shape .300, 32., but the config requires .300, 36."),
         ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length differs between layers"),
         ({"llama.attention.value_length": 4}, "keys and values have different sizes"),
-        ({"llama.expert_count": 8}, "expert_count=8: unknown key"),
+        ({"llama.expert_count": 8}, "the key llama.expert_used_count is missing"),
+        ({"llama.expert_shared_count": 1}, "expert_shared_count=1: unknown key"),
         ({"llama.rope.scaling.type": "ntk", "llama.rope.scaling.factor": 4.0}, "rope_type='ntk': supported"),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5.*rotates whole heads"),
     ],

@@ -25,18 +25,26 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     norm = draw(st.sampled_from(NormKind))
     buckets = draw(st.integers(2, 9)) if position is PositionKind.RELATIVE_BIAS else None
     needs_distance = position in (PositionKind.RELATIVE_BIAS, PositionKind.DISENTANGLED)
+    num_layers, kind, mlp_bias = draw(st.integers(1, 3)), draw(st.sampled_from(MlpKind)), draw(st.booleans())
     placement = draw(st.sampled_from(NormPlacement))
     is_parallel = placement is NormPlacement.PRE and draw(st.booleans())
+    is_sparse = kind.gated and not mlp_bias and placement is NormPlacement.PRE and not is_parallel
+    experts = {
+        **{"num": draw(small), "num_per_token": 1, "mlp_size": draw(small), "normalizes": True},
+        "dense_layers": draw(st.sampled_from([[], [0]])),
+    }
     values: dict[str, Any] = {
         **{name: draw(st.integers(1, 50)) for name in ("vocab_size", "max_context_length", "hidden_size", "mlp_size")},
-        "num_layers": draw(st.integers(1, 3)),
+        "num_layers": num_layers,
         "num_heads": kv_heads * draw(small),
         "num_kv_heads": kv_heads,
         "head_dim": 2 * draw(small),
         "attention": attention,
         "position": position,
         "norm": norm,
-        "mlp": draw(st.sampled_from(MlpKind)),
+        "mlp": kind,
+        "mlp_bias": mlp_bias,
+        "experts": experts if is_sparse else None,
         "norm_placement": placement,
         "norm_bias": draw(st.booleans()) if norm is NormKind.LAYER_NORM else True,
         "num_relative_buckets": buckets,
@@ -44,7 +52,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
         "qk_norm": draw(st.booleans()) and not average,
         "qk_norm_scope": draw(st.sampled_from(QkNormScope)),
         "attention_out_bias": draw(st.sampled_from([None, False, True])),
-        **{name: draw(st.booleans()) for name in ("attention_bias", "mlp_bias", "tie_embeddings", "embedding_norm")},
+        **{name: draw(st.booleans()) for name in ("attention_bias", "tie_embeddings", "embedding_norm")},
         "parallel_residual": is_parallel,
         "shares_norm": is_parallel and draw(st.booleans()),
         "position_offset": draw(st.sampled_from([None, 2])) if position is PositionKind.LEARNED else None,

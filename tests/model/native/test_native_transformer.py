@@ -57,7 +57,7 @@ def test_matrices_packed_for_onednn_are_packed_for_the_kernels(level: str) -> No
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize("variant", [*SOME, "alibi", "gemma", "smollm3", "phi3", "granite"])
+@pytest.mark.parametrize("variant", [*SOME, "alibi", "gemma", "smollm3", "phi3", "granite", "experts"])
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_logits_equal_pytorchs_on_every_level(variant: str, level: str, kind: str) -> None:
     """Inputs that differ in their last bits may be quantized differently, hence the tolerance."""
