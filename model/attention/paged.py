@@ -104,7 +104,9 @@ class SelectedKernels:
 
 
 def fits(config: ModelConfig) -> bool:
-    """Return whether paged kernels support a model: it has keys (no average attention), no score biases or soft cap."""
+    """Return whether paged kernels support a model: it has keys (no average attention), and its scores have
+    neither biases nor a soft cap.
+    """
     return config.key_dim > 0 and config.position not in SCORE_BIASES and config.score_soft_cap is None
 
 

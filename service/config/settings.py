@@ -442,7 +442,7 @@ class EvalSettings(CheckpointSettings):
 
 class ConvertSettings(CommandSettings):
     """Convert a checkpoint: nanoGPT's ckpt.pt to a Kvasir checkpoint, a Hugging Face directory of pickles to
-    safetensors, a Kvasir checkpoint to a Hugging Face directory, or any checkpoint to one with quantized weights. Code
+    safetensors, an unquantized checkpoint to a Hugging Face directory, or any checkpoint to one with quantized weights. Code
     in the files is never run. The new checkpoint is verified.
     """
 
