@@ -71,7 +71,10 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> Body:
-        """Return the body of the HTTP response, not yet encoded. `wholes`: each choice to return, with its deltas joined to one."""
+        """Return the body of the HTTP response, not yet encoded.
+
+        wholes: each choice to return, with its deltas joined to one.
+        """
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
@@ -162,7 +165,7 @@ class CompletionBuilder(ResponseBuilder):
     _event_type = responses.Completion
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
-        """Return the body, not yet encoded. Its choices are numbered from 0, because `best_of` returns only some choices."""
+        """Return the body, not yet encoded. Its choices are numbered from 0: `best_of` returns only some choices."""
         choices: list[responses.CompletionChoice] = []
         for index, (choice, delta) in enumerate(wholes):
             (event,) = self.events(choice, delta, is_first=True)
