@@ -186,7 +186,7 @@ class ModelConfig:
         self._check_layers()
         self._check_rope_scaling()
         if (self.score_growth is None) != (self.score_growth_interval is None):
-            raise ValueError("score_growth and score_growth_interval must be given together; add the missing one")
+            raise ValueError("the model's config has only one of score_growth and score_growth_interval; add the other")
         self._check_requirements()
 
     def _check_requirements(self) -> None:

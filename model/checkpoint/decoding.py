@@ -119,7 +119,7 @@ def _decode_packed(encoded: EncodedTensor) -> GroupedWeight:
     if tuple(stored["weight_shape"].tolist()) != encoded.shape:
         header = encoded.tensors["weight_shape"]
         raise CheckpointError(
-            f"{header.path}: the numbers of tensor {header.name} are not {encoded.shape}, the shape of its matrix; "
+            f"{header.path}: tensor {header.name} states another shape than its matrix has, {encoded.shape}; "
             "save the weights again"
         )
     zeros_FJ = None

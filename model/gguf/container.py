@@ -144,7 +144,7 @@ class _Reader:
                 scalars[key] = self._scalar(key, int(kind))
         alignment = scalars.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 2**20:
-            self._fail(f"general.alignment is {alignment!r}, not a power of two; convert the model again")
+            self._fail(f"general.alignment is {alignment!r}, not a power of two up to 2**20; convert the model again")
         tensors = self._tensors(int(num_tensors), int(alignment))
         return GgufFile(path=self._path, scalars=scalars, arrays=arrays, tensors=tensors)
 
@@ -182,7 +182,7 @@ class _Reader:
     def _name(self, what: str) -> str:
         name = self._string(what)
         if not name or not name.isprintable() or len(name) > 255:
-            self._fail(f"the {what} {name[:80]!r} is not a printable name; copy the file again")
+            self._fail(f"the {what} {name[:80]!r} is not 1 to 255 printable characters; copy the file again")
         return name
 
     def _scalar(self, key: str, kind: int) -> Scalar:
@@ -251,7 +251,7 @@ class _Reader:
                 f"{self._path}: tensor {name} has the type {type_id}, not one of {known}; quantize to one of these"
             )
         if not all(sizes) or sizes[0] % kind.numbers or (len(sizes) == 1 and kind.is_quantized):
-            self._fail(f"tensor {name} of {kind.name} has the impossible sizes {sizes}; convert the model again")
+            self._fail(f"the sizes {sizes} of tensor {name} do not fit its type {kind.name}; convert the model again")
         if offset % alignment:
             self._fail(f"tensor {name} has the offset {offset}, not a multiple of {alignment}; convert the model again")
         size = math.prod(sizes) // kind.numbers * kind.bytes

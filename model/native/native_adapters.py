@@ -86,9 +86,11 @@ class NativeAdapters:
         self._last = (), None  # its rows may hold the adapter
 
     def rows(self, runs: tuple[tuple[str, int], ...], count: int) -> AdapterRows | None:
-        """Return the adapters of a step's `count` rows; None if no row has one. The same `runs` return the same object.
+        """Return the adapters of a step's `count` rows; None if `runs` is empty.
 
-        runs: key and number of rows, in order; the key "" and all further rows have no adapter.
+        A call with the `runs` object and the `count` of the last call returns the same object.
+        runs: key and number of rows, in order: empty, or with at least one adapter. Rows of the key "", and all further
+            rows, have no adapter.
         """
         if not runs:
             return None

@@ -148,7 +148,7 @@ def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages,
 def interleaved(rows: Tensor) -> Tensor:
     """Alternate blocks of 16 gate rows (first half) with 16 up rows (second half), so that one task computes both.
 
-    Zeros fill up both halves to whole panels.
+    Both halves get equally many rows of zeros, so that the result has a multiple of 64 rows.
     """
     half = len(rows) // 2
     room = padded(2 * half) // 2  # zeros fill the panels

@@ -62,7 +62,7 @@ class LarkDocument:
         return self.terminal(f"(({before}) /{end}/){later}", lazy=True)
 
     def text_without(self, text: str, regex: str = ANY_TEXT) -> str:
-        """Return an expression for text without `text`. `regex`: its regular expressions, as for `terminal`."""
+        """Return an expression for text that matches `regex`, as for `terminal`, and does not contain `text`."""
         return self.terminal(rf"({regex}) & ~/(.|\n)*{escape(text)}(.|\n)*/")
 
     def begun_by(self, text: str) -> str:

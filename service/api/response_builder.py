@@ -71,7 +71,10 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> Body:
-        """Return the response body as a struct. `wholes`: each choice to return, with its deltas joined to one."""
+        """Return the body of the HTTP response, not yet encoded.
+
+        wholes: each choice to return, with its deltas joined to one.
+        """
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
@@ -111,7 +114,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
-        """Return the event, as a struct, of a text of this kind. A call's text is the name of the tool."""
+        """Return the stream event of a text of this kind, not yet encoded. Of a CALL, the text is the tool's name."""
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
         """Return the encoded events after the last choice has ended: usage, unless it is None, and [DONE]."""
@@ -162,7 +165,7 @@ class CompletionBuilder(ResponseBuilder):
     _event_type = responses.Completion
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.Completion:
-        """Return the body as a struct. Its choices are numbered from 0, because `best_of` returns only some choices."""
+        """Return the body, not yet encoded. Its choices are numbered from 0: `best_of` returns only some choices."""
         choices: list[responses.CompletionChoice] = []
         for index, (choice, delta) in enumerate(wholes):
             (event,) = self.events(choice, delta, is_first=True)
@@ -214,7 +217,7 @@ class ChatBuilder(ResponseBuilder):
         self._shows_reasoning = getattr(asked, "include_reasoning", True) is not False
 
     def body(self, wholes: Deltas, usage: responses.Usage, timings: responses.Timings) -> responses.ChatCompletion:
-        """Return the response body as a struct, with one assistant message per choice."""
+        """Return the body of the HTTP response, not yet encoded, with one assistant message per choice."""
         first, _ = wholes[0]
         choices = []
         for choice, delta in wholes:

@@ -103,7 +103,10 @@ def _answer(
 
 
 def read_batch(path: Path) -> Iterator[BatchLine]:
-    """Yield the lines of an input file, except blank ones. Raises OSError if the file cannot be read."""
+    """Yield the parsed lines of an input file, except blank ones. An invalid line has an `error`.
+
+    Raises OSError if the file cannot be read.
+    """
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if text.strip():

@@ -110,7 +110,7 @@ class ChatClient:
                 seconds = _retry_seconds(response)
                 hint = "/retry asks again" + ("" if seconds is None else f", in {seconds:.0f} s at the earliest")
                 return ChatError(f"the server is busy: {reason}", hint, retry_seconds=seconds)
-        return ChatError(f"the server rejected the request: {reason}", f"status {response.status}")
+        return ChatError(f"the server answered with an error: {reason}", f"status {response.status}")
 
 
 def visible(text: str) -> str:

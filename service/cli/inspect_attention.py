@@ -62,7 +62,7 @@ def _heads(settings: InspectAttentionSettings, config: ModelConfig) -> list[int]
 def _token_ids(settings: InspectAttentionSettings, manifest: Manifest, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of `--prompt` as served: after the begin-of-text token, if the tokenizer has one.
 
-    Raises SettingsError if they exceed the context of the model, or the limit of a picture.
+    Raises SettingsError if they exceed the model's context or, with `--out`, the `MAX_TOKENS` of a picture.
     """
     begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     token_ids = [*begin, *tokenizer.encode(settings.prompt)]

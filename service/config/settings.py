@@ -442,8 +442,8 @@ class EvalSettings(CheckpointSettings):
 
 class ConvertSettings(CommandSettings):
     """Convert a checkpoint: nanoGPT's ckpt.pt to a Kvasir checkpoint, a Hugging Face directory of pickles to
-    safetensors, a Kvasir checkpoint to a Hugging Face directory, or any checkpoint to one with quantized weights. Code
-    in the files is never run. The new checkpoint is verified.
+    safetensors, an unquantized checkpoint to a Hugging Face directory, or any checkpoint to one with quantized weights.
+    Code in the files is never run. The new checkpoint is verified.
     """
 
     nanogpt: Path | None = option("source", None, metavar="FILE")
@@ -453,7 +453,7 @@ class ConvertSettings(CommandSettings):
     pickle: Path | None = option("source", None)
     """Hugging Face directory with pytorch_model.bin, to write as safetensors"""
     export: Path | None = option("source", None)
-    """any checkpoint, to write as a Hugging Face directory"""
+    """any unquantized checkpoint, to write as a Hugging Face directory"""
     source: Path | None = option("source", None, metavar="DIR")
     """any checkpoint, to write as a Kvasir checkpoint with quantized matrices, see --quantize"""
     quantize: Literal["int8", "int4"] | None = option("result", None)

@@ -403,7 +403,10 @@ class ResponsesRequest(RequestModel):
         return chat
 
     def echo(self) -> dict[str, Any]:
-        """Return the fields that a response repeats, by name, with OpenAI's defaults for absent values."""
+        """Return the fields that a response repeats, except `store`, by name.
+
+        Absent values become OpenAI's defaults, except that an absent `temperature` or `top_p` stays None.
+        """
         text = {"format": {"type": "text"}, **_dumped(self.text)}
         tools = [tool.model_dump() for tool in self.tools or ()]
         return {

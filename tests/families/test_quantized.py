@@ -409,7 +409,7 @@ NUMBERS: dict[str, tuple[str, Damage, str]] = {
     "shape": (
         "packed 32",
         lambda t: t[f"{MLP}.weight_shape"].fill_(7),
-        "weight_shape are not (128, 256), the shape of its matrix",
+        "weight_shape states another shape than its matrix has, (128, 256)",
     ),
 }
 

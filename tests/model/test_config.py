@@ -84,7 +84,7 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
             {"qk_norm": False, "qk_norm_after_rotation": True},
             "qk_norm_after_rotation needs qk_norm and position=rotary",
         ),
-        ({"score_growth": 0.1}, "score_growth and score_growth_interval must be given together"),
+        ({"score_growth": 0.1}, "the model's config has only one of score_growth and score_growth_interval"),
         (
             {"score_growth": 0.1, "score_growth_interval": 8, "rotary_dim": 4},
             "score_growth needs position=rotary, without rotary_dim and local_rope_theta",

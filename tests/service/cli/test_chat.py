@@ -197,8 +197,8 @@ def test_a_busy_server_is_asked_again_after_the_time_that_it_names(chat: Chat, s
 @pytest.mark.parametrize(
     ("fault", "error"),
     [
-        ("<400>", "the server rejected the request: top_k must not be negative, not -3; status 400"),
-        ("<html>", "the server rejected the request: status 502 Bad Gateway; status 502"),
+        ("<400>", "the server answered with an error: top_k must not be negative, not -3; status 400"),
+        ("<html>", "the server answered with an error: status 502 Bad Gateway; status 502"),
         ("<error>", "the server ended the answer: the worker failed twice on this request; /retry asks again"),
         ("<truncated>", "the stream ended before the answer was finished; /retry asks again"),
     ],
