@@ -12,7 +12,7 @@ from torch.nn import functional
 from model.checkpoint.weights import check_finite, opened, part_views, stored_tensor
 from model.config import ModelConfig
 from model.gguf.grouped import read_grouped
-from model.huggingface.families.family import Layout
+from model.huggingface.families.reading.family import Layout
 from model.huggingface.quantization_config import (
     AwqEncoding,
     Fp8Encoding,

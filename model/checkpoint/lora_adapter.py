@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from model.checkpoint.manifest import Manifest
 from model.gguf.container import is_gguf
-from model.huggingface.families.family import Layout, ModelFamily, sources
+from model.huggingface.families.reading.family import Layout, ModelFamily, sources
 from model.io.files import CheckpointError, parsing, read_bytes, read_json
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 

@@ -25,7 +25,7 @@ from model.config import ModelConfig
 from model.gguf.architectures import read_architecture
 from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.directory import INDEX_FILE, describe_problem, find_weight_files
-from model.huggingface.families.family import Layout, ModelFamily
+from model.huggingface.families.reading.family import Layout, ModelFamily
 from model.huggingface.family_table import read_family_config
 from model.huggingface.quantization_config import QUANTIZATION_KEY, GgufEncoding, StoredQuantization, read_quantization
 from model.huggingface.tensor_placement import Placement, place_tensors

@@ -26,7 +26,7 @@ from model.gguf.block_types import dequantize
 from model.gguf.container import is_gguf
 from model.gguf.tensor_types import TENSOR_TYPES
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
-from model.huggingface.families.family import Layout
+from model.huggingface.families.reading.family import Layout
 from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError, write_json
 from model.io.safetensors_header import TensorHeader

@@ -11,8 +11,8 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.gguf.container import GgufFile
-from model.huggingface.families.family import Layout, ModelFamily, Names, convert_config, plain
-from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
+from model.huggingface.families.reading.family import Layout, ModelFamily, Names, convert_config, plain
+from model.huggingface.families.reading.reader import DEFAULT_THETA, ConfigReader
 from model.huggingface.families.table import FAMILIES
 from model.io.files import CheckpointError, parsing, reading
 

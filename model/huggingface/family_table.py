@@ -7,8 +7,8 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import Experts, MlpKind, NormPlacement, RopeScaling
-from model.huggingface.families.family import ModelFamily, convert_config
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import ModelFamily, convert_config
+from model.huggingface.families.reading.reader import ConfigReader
 from model.huggingface.families.table import FAMILIES
 from model.huggingface.unserved import missing_mechanisms
 from model.io.files import CheckpointError

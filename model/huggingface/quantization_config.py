@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from model.gguf.tensor_types import TENSOR_TYPES
-from model.huggingface.families.reader import ConfigReader, Requirements
+from model.huggingface.families.reading.reader import ConfigReader, Requirements
 from model.io.files import CheckpointError
 from model.io.safetensors_header import WEIGHT_DTYPES
 

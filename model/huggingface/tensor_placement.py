@@ -8,7 +8,7 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.gguf.container import is_gguf, read_gguf
-from model.huggingface.families.family import Layout, ModelFamily, full_name, sources
+from model.huggingface.families.reading.family import Layout, ModelFamily, full_name, sources
 from model.huggingface.quantization_config import Encoding, GgufEncoding, PlainEncoding
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers

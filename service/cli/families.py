@@ -9,7 +9,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.config_enums import RopeScalingKind
 from model.gguf.architectures import GGUF_FAMILIES
-from model.huggingface.families.family import ModelFamily
+from model.huggingface.families.reading.family import ModelFamily
 from model.huggingface.families.table import FAMILIES
 from model.huggingface.family_proofs import read_proofs
 from model.huggingface.family_table import read_family_config

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from model.huggingface.families.family import sources
+from model.huggingface.families.reading.family import sources
 from model.huggingface.family_table import read_family_config
 
 ROOT = Path(__file__).parents[2]

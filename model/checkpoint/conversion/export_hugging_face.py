@@ -12,7 +12,7 @@ from torch import Tensor
 from model.checkpoint.manifest import CONFIG_FILE, Manifest, read_manifest
 from model.checkpoint.weights import DTYPES, part_views, read_weights, write_shards
 from model.config import ModelConfig
-from model.huggingface.families.family import ModelFamily, Source, full_name, sources
+from model.huggingface.families.reading.family import ModelFamily, Source, full_name, sources
 from model.huggingface.family_table import hugging_face_config
 from model.io.files import CheckpointError, read_json, write_json, written_whole
 from model.tokenizer.export import export_tokenizer

@@ -19,9 +19,9 @@ from model.checkpoint.loading import write_weights
 from model.checkpoint.manifest import Manifest, read_manifest, write_manifest
 from model.checkpoint.weights import DTYPES
 from model.config import ModelConfig
-from model.huggingface.families.family import convert_config, plain, sources
 from model.huggingface.families.gpt import GPT2
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import convert_config, plain, sources
+from model.huggingface.families.reading.reader import ConfigReader
 from model.io.files import CheckpointError, written_whole
 from model.tokenizer.files import load_tokenizer
 

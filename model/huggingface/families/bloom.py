@@ -5,9 +5,9 @@ Source of names and defaults: the classes `BloomConfig` and `BloomForCausalLM` o
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import Layout, ModelFamily, Names, plain
-from model.huggingface.families.llama_like import size_of_heads
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import Layout, ModelFamily, Names, plain
+from model.huggingface.families.reading.llama_like import size_of_heads
+from model.huggingface.families.reading.reader import ConfigReader
 
 # Keys of the training code. `slow_but_exact` adds parts of a matrix product in another order.
 _UNUSED_KEYS = (

@@ -6,10 +6,10 @@ Source of names and defaults: the classes `FalconConfig` and `FalconForCausalLM`
 
 from model.config import ModelConfig
 from model.config_enums import NormKind, PositionKind
-from model.huggingface.families.family import Layout, ModelFamily, Names, plain
 from model.huggingface.families.gpt import ACTIVATIONS
-from model.huggingface.families.llama_like import read_one_rope, size_of_heads
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import Layout, ModelFamily, Names, plain
+from model.huggingface.families.reading.llama_like import read_one_rope, size_of_heads
+from model.huggingface.families.reading.reader import ConfigReader
 
 
 def _read_config(reader: ConfigReader) -> ModelConfig:

@@ -8,9 +8,9 @@ Source of names and defaults: the classes `…Config` and `…ForCausalLM` of th
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import Layout, ModelFamily, Names, plain
-from model.huggingface.families.llama_like import size_of_heads
-from model.huggingface.families.reader import ConfigReader, read_rope
+from model.huggingface.families.reading.family import Layout, ModelFamily, Names, plain
+from model.huggingface.families.reading.llama_like import size_of_heads
+from model.huggingface.families.reading.reader import ConfigReader, read_rope
 
 ACTIVATIONS = {
     "gelu_new": MlpKind.GELU,

@@ -8,8 +8,8 @@ divided by r, and every epsilon by r².
 from collections.abc import Mapping
 from typing import Any
 
-from model.huggingface.families.llama_like import derived_family
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.llama_like import derived_family
+from model.huggingface.families.reading.reader import ConfigReader
 
 
 def read_granite(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.config_enums import QkNormScope, check_number
-from model.huggingface.families.family import plain
-from model.huggingface.families.layer_types import split_rope
-from model.huggingface.families.llama_like import derived_family, read_one_rope
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import plain
+from model.huggingface.families.reading.layer_types import split_rope
+from model.huggingface.families.reading.llama_like import derived_family, read_one_rope
+from model.huggingface.families.reading.reader import ConfigReader
 
 # Keys that the transformers library does not read: token ids, and sizes of parts that these models do not have.
 _UNUSED_KEYS = """

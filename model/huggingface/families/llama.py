@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from model.config_enums import QkNormScope
-from model.huggingface.families.family import Layout, Names
-from model.huggingface.families.layer_types import read_layer_types
-from model.huggingface.families.llama_like import QKV, derived_family, read_one_rope
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import Layout, Names
+from model.huggingface.families.reading.layer_types import read_layer_types
+from model.huggingface.families.reading.llama_like import QKV, derived_family, read_one_rope
+from model.huggingface.families.reading.reader import ConfigReader
 
 
 def _read_upper_layer_windows(reader: ConfigReader, num_layers: int) -> dict[str, Any]:

@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from model.huggingface.families.gemma3 import with_vision_tower
-from model.huggingface.families.layer_types import split_rope
+from model.huggingface.families.gemma.gemma3 import with_vision_tower
 from model.huggingface.families.llama import MISTRAL
-from model.huggingface.families.llama_like import derived_family, read_one_rope
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.layer_types import split_rope
+from model.huggingface.families.reading.llama_like import derived_family, read_one_rope
+from model.huggingface.families.reading.reader import ConfigReader
 
 # `Ministral3Config`: the default of rope_parameters.
 _ROPE = {

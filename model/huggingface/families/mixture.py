@@ -5,10 +5,10 @@ from functools import partial
 from typing import Any
 
 from model.config_enums import Experts, QkNormScope, check_size
-from model.huggingface.families.family import Names, concatenated, plain
 from model.huggingface.families.granite import read_granite
-from model.huggingface.families.llama_like import derived_family, read_one_rope
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import Names, concatenated, plain
+from model.huggingface.families.reading.llama_like import derived_family, read_one_rope
+from model.huggingface.families.reading.reader import ConfigReader
 
 _EXPERT = "layers.#.mlp.experts.#"
 _NAMES: dict[str, Names] = {

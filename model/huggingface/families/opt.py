@@ -5,10 +5,10 @@ Source of names and defaults: the classes `OPTConfig` and `OPTForCausalLM` of th
 
 from model.config import ModelConfig
 from model.config_enums import NormKind, PositionKind
-from model.huggingface.families.family import ModelFamily, concatenated, plain
 from model.huggingface.families.gpt import ACTIVATIONS
-from model.huggingface.families.llama_like import size_of_heads
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import ModelFamily, concatenated, plain
+from model.huggingface.families.reading.llama_like import size_of_heads
+from model.huggingface.families.reading.reader import ConfigReader
 
 # Flags with the only value that is implemented. Of the published checkpoints, only OPT-350M has another.
 _FLAGS = {"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "_remove_final_layer_norm": False}

@@ -8,10 +8,10 @@ from functools import partial
 from typing import Any
 
 from model.config_enums import NormPlacement, QkNormScope
-from model.huggingface.families.family import plain
-from model.huggingface.families.layer_types import read_layer_types, read_two_ropes
-from model.huggingface.families.llama_like import derived_family
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import plain
+from model.huggingface.families.reading.layer_types import read_layer_types, read_two_ropes
+from model.huggingface.families.reading.llama_like import derived_family
+from model.huggingface.families.reading.reader import ConfigReader
 
 
 def _read_olmo2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from model.huggingface.families.layer_types import read_layer_types
-from model.huggingface.families.llama_like import derived_family, read_one_rope
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.layer_types import read_layer_types
+from model.huggingface.families.reading.llama_like import derived_family, read_one_rope
+from model.huggingface.families.reading.reader import ConfigReader
 
 
 def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from functools import partial
 from typing import Any
 
 from model.config_enums import NormKind
-from model.huggingface.families.llama_like import derived_family, read_one_rope
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.llama_like import derived_family, read_one_rope
+from model.huggingface.families.reading.reader import ConfigReader
 
 
 def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:

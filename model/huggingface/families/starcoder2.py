@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.config_enums import MlpKind, NormKind
-from model.huggingface.families.family import plain
-from model.huggingface.families.llama_like import derived_family
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import plain
+from model.huggingface.families.reading.llama_like import derived_family
+from model.huggingface.families.reading.reader import ConfigReader
 
 
 def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,9 @@ from collections.abc import Mapping
 from model.huggingface.families.bloom import BLOOM
 from model.huggingface.families.cohere import COHERE
 from model.huggingface.families.falcon import FALCON
-from model.huggingface.families.family import ModelFamily
-from model.huggingface.families.gemma import GEMMA
-from model.huggingface.families.gemma3 import GEMMA3
-from model.huggingface.families.gemma4 import GEMMA4
+from model.huggingface.families.gemma.gemma import GEMMA
+from model.huggingface.families.gemma.gemma3 import GEMMA3
+from model.huggingface.families.gemma.gemma4 import GEMMA4
 from model.huggingface.families.gpt import GPT2, GPT_NEOX
 from model.huggingface.families.granite import GRANITE
 from model.huggingface.families.hunyuan import HUNYUAN
@@ -18,6 +17,7 @@ from model.huggingface.families.mixture import MIXTURES
 from model.huggingface.families.opt import OPT
 from model.huggingface.families.phi3 import PHI3
 from model.huggingface.families.post_norm import POST_NORM
+from model.huggingface.families.reading.family import ModelFamily
 from model.huggingface.families.smollm3 import SMOLLM3
 from model.huggingface.families.stablelm import STABLELM
 from model.huggingface.families.starcoder2 import STARCODER2

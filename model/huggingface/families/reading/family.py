@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from model.config import ModelConfig
 from model.config_enums import MAX_SIZE
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.reader import ConfigReader
 from model.io.files import CheckpointError
 
 

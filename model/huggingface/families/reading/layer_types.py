@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from model.huggingface.families.reader import ConfigReader, read_rope
+from model.huggingface.families.reading.reader import ConfigReader, read_rope
 
 _KINDS = ("full_attention", "sliding_attention")
 

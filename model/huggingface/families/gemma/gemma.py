@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from model.config_enums import MlpKind, NormPlacement
-from model.huggingface.families.family import plain
-from model.huggingface.families.layer_types import read_layer_types
-from model.huggingface.families.llama_like import ACTIVATIONS, derived_family
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.reading.family import plain
+from model.huggingface.families.reading.layer_types import read_layer_types
+from model.huggingface.families.reading.llama_like import ACTIVATIONS, derived_family
+from model.huggingface.families.reading.reader import ConfigReader
 
 TANH_ACTIVATIONS = {name: kind for name, kind in ACTIVATIONS.items() if kind is MlpKind.GEGLU}
 OUT_NORMS = {

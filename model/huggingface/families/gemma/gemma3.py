@@ -10,11 +10,11 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import QkNormScope
-from model.huggingface.families.family import ModelFamily, convert_config
-from model.huggingface.families.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, newer_fields
-from model.huggingface.families.layer_types import read_two_ropes
-from model.huggingface.families.llama_like import derived_family
-from model.huggingface.families.reader import DEFAULT_THETA, ConfigReader
+from model.huggingface.families.gemma.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, newer_fields
+from model.huggingface.families.reading.family import ModelFamily, convert_config
+from model.huggingface.families.reading.layer_types import read_two_ropes
+from model.huggingface.families.reading.llama_like import derived_family
+from model.huggingface.families.reading.reader import DEFAULT_THETA, ConfigReader
 
 _VISION_KEYS = ("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index")
 

@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any
 
 from model.config_enums import NormPlacement, QkNormScope
-from model.huggingface.families.family import plain
-from model.huggingface.families.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, shared_fields
-from model.huggingface.families.gemma3 import read_gemma_ropes, with_vision_tower
-from model.huggingface.families.layer_types import read_layer_types
-from model.huggingface.families.llama_like import derived_family
-from model.huggingface.families.reader import ConfigReader
+from model.huggingface.families.gemma.gemma import GEMMA2_SIZES, OUT_NORMS, TANH_ACTIVATIONS, shared_fields
+from model.huggingface.families.gemma.gemma3 import read_gemma_ropes, with_vision_tower
+from model.huggingface.families.reading.family import plain
+from model.huggingface.families.reading.layer_types import read_layer_types
+from model.huggingface.families.reading.llama_like import derived_family
+from model.huggingface.families.reading.reader import ConfigReader
 
 _ROPES = {
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},

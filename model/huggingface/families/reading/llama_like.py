@@ -9,8 +9,8 @@ from typing import Any
 
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, PositionKind
-from model.huggingface.families.family import ModelFamily, Names, concatenated, plain
-from model.huggingface.families.reader import ConfigReader, read_rope
+from model.huggingface.families.reading.family import ModelFamily, Names, concatenated, plain
+from model.huggingface.families.reading.reader import ConfigReader, read_rope
 
 ACTIVATIONS = {
     "silu": MlpKind.SWIGLU,

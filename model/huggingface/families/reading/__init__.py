@@ -1,0 +1,1 @@
+"""Definition of a model family, and readers of config.json keys that several families have."""
