@@ -233,8 +233,8 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "activation": ("llama", in_json("config.json", lambda v: v.update(hidden_act="xielu")), "hidden_act='xielu': supp"),
     "rope type": (
         "llama",
-        in_json("config.json", lambda v: v["rope_parameters"].update(rope_type="dynamic")),
-        "config.json: rope_parameters.rope_type='dynamic': supported are default, linear, llama3, yarn, longrope",
+        in_json("config.json", lambda v: v["rope_parameters"].update(rope_type="ntk")),
+        "config.json: rope_parameters.rope_type='ntk': supported are default, linear, llama3, yarn, longrope",
     ),
     "no config": ("llama", lambda d: (d / "config.json").unlink(), "config.json: missing; it describes the model"),
     "config not JSON": ("llama", lambda d: (d / "config.json").write_text("{"), "config.json: not JSON"),

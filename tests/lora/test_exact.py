@@ -28,6 +28,8 @@ ADAPTERS: dict[str, tuple[str, list[str] | str, dict[str, Any]]] = {
     "multiplied layers": ("granite", "all-linear", {"rank": 40}),
     "norms of outputs": ("gemma2", _LLAMA, {"rank": 1}),
     "multimodal names": ("gemma3 multimodal", r".*language_model.*\.(q|v|down)_proj", {}),
+    "layers of different sizes": ("gemma4", _LLAMA, {}),
+    "attention beside experts": ("qwen3_moe", _LLAMA[:4], {}),
     "gate of a plain MLP": ("starcoder2", ["c_fc", "q_proj"], {"layers_to_transform": [1]}),
 }
 
