@@ -285,7 +285,7 @@ class ModelConfig:
             )
 
     def _check_layers(self) -> None:
-        """Raise ValueError for a list with a layer twice or one that the model lacks, and for too many experts."""
+        """Raise ValueError for a list with a layer twice or out of range, and for too many experts in all layers."""
         layer_lists = {name: getattr(self, name) for name in _LAYER_LISTS}
         if self.experts is not None:
             layer_lists["experts dense_layers"] = self.experts.dense_layers

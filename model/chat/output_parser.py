@@ -29,7 +29,7 @@ class OutputParser:
 
     Args:
         reasoning: tags around the model's reasoning, such as <think>; None: such tags are text.
-        is_reasoning: True if the prompt ends inside reasoning, False if after it; None: a completion may begin with one.
+        is_reasoning: True if the prompt ends inside reasoning, False if after it; None: either may follow.
         tools: format of tool calls; None: text that looks like a call is text.
         schemas: tools that may be called.
 

@@ -129,7 +129,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
-    A layer of Gemma 4 then adds a function of its own input, and multiplies x by `layer_scalar`. With post-norm
+    A layer of Gemma 4 then adds the output of its `LayerInput`, and multiplies x by `layer_scalar`. With post-norm
     (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a parallel block
     (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm. `dropout` is the
     dropout rate of all outputs in training.
@@ -164,7 +164,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size).
 
-        input_TP: the layer's own inputs; None for models without `layer_input_size`.
+        input_TP: vectors of `LayerInputs` for this layer; None for models without `layer_input_size`.
         """
         attend = partial(self.attention, rotation=rotation, metadata=metadata, kv_cache=kv_cache, kv_of=kv_of)
         x_TE = self._add_attention_and_mlp(x_TE, attend)
