@@ -142,7 +142,7 @@ class RopeScaling:
 
     @property
     def rotation_factor(self) -> float:
-        """Return the factor of cosines and sines: `attention_factor`; without it computed (LongRoPE and YaRN) or 1.
+        """Return the factor of cosines and sines: `attention_factor` if given, else LongRoPE's or YaRN's, else 1.
 
         With `factor` up to 1 the computed factor is 1.
         LongRoPE: arXiv 2402.13753, section 3.3. YaRN: arXiv 2309.00071, equation 22.

@@ -104,7 +104,7 @@ def place_tensors(
 
 
 def _is_matrix(name: str, family: ModelFamily | None, encoding: Encoding | None) -> bool:
-    """Return whether a matrix may be stored quantized: not a router. An embedding may in GGUF and Kvasir's format."""
+    """Return whether a matrix may be stored quantized: not a router; an embedding only in GGUF or Kvasir's format."""
     if name == "token_embedding.weight" and isinstance(encoding, GgufEncoding):
         return True
     return not name.endswith("router.weight") and (family is None or name.startswith(("layers.", "lm_head.")))

@@ -20,7 +20,10 @@ _FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", 
 
 
 class PackedAdapter:
-    """Adapter in the kernels' layout. layers: additions to each layer. rank: largest rank, rounded up to 16s."""
+    """Adapter in the kernels' memory layout.
+
+    layers: additions to each layer. rank: largest rank of an addition, rounded up to a multiple of 16.
+    """
 
     def __init__(self, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> None:
         self._dtype = dtype

@@ -44,7 +44,7 @@ def _num_experts(reader: ConfigReader, default: int) -> int:
 def _experts_of_all_layers(
     reader: ConfigReader, fields: Mapping[str, Any], *, num: int, num_per_token: int, normalizes: bool
 ) -> dict[str, Experts]:
-    """Return the field `experts` of ModelConfig, for experts in all layers. num, num_per_token: for absent keys."""
+    """Return the field `experts` of ModelConfig, for experts in all layers. num, num_per_token: defaults."""
     return {
         "experts": Experts(
             num=_num_experts(reader, num),
