@@ -55,7 +55,7 @@ class ModelConfig:
     attention_out_bias: the output projection has a bias; None for the value of attention_bias.
     qk_norm_after_rotation: queries and keys are normed after their rotation, not before (Hunyuan).
     norm_unit_offset: RMS norms multiply by 1 + weight (Gemma), also the norms of queries and keys (Gemma 3).
-    experts: mixture of experts in place of the MLP; None: every layer has a single MLP.
+    experts: mixture of experts in place of the MLP, except in its `dense_layers`; None: every layer has a single MLP.
     parallel_residual: attention and MLP read the same x and are added to it together (GPT-NeoX).
     shares_norm: attention and MLP of a parallel layer read x normed by one norm (Falcon 7B, Cohere).
     embedding_scale: factor of the token embedding (Gemma).
@@ -63,8 +63,8 @@ class ModelConfig:
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
     global_head_dim: dimension of a head in `global_layers` (Gemma 4); None: head_dim.
     value_norm: values are normed per head, by an RMS norm without weight (Gemma 4).
-    num_kv_shared_layers: number of last layers that compute queries only, and read the keys and values of the last
-        earlier layer of their kind, with or without a window (Gemma 4); None: no layer does.
+    num_kv_shared_layers: number of last layers that compute queries only, and read the keys and values of
+        the last layer before them of their kind, with or without a window (Gemma 4); None: no layer does.
     kv_shared_mlp_size: MLP size of these layers; None: mlp_size.
     layer_input_size: size of the vector that each layer gets for each token, from a second embedding (Gemma 4).
     has_layer_scalar: the output of each layer is multiplied by a stored number (Gemma 4).
@@ -190,7 +190,7 @@ class ModelConfig:
         self._check_requirements()
 
     def _check_requirements(self) -> None:
-        """Raise ValueError for a field that is given without the field that it needs."""
+        """Raise ValueError if a field is given that the value of another field does not allow."""
         rotary = self.position is PositionKind.ROTARY
         has_local_theta = self.local_rope_theta is not None
         for name, is_given, is_possible, requirement in (
@@ -270,7 +270,8 @@ class ModelConfig:
         uses_keys = self.attention is AttentionKind.SOFTMAX and self.position is not PositionKind.DISENTANGLED
         if (self.value_norm or self.num_kv_shared_layers is not None) and not uses_keys:
             raise ValueError(
-                "value_norm and num_kv_shared_layers need attention=softmax and a position other than disentangled"
+                "value_norm and num_kv_shared_layers need attention=softmax and a position other than disentangled; "
+                "correct one of them"
             )
         if self.num_kv_shared_layers is None:
             if self.kv_shared_mlp_size is not None:
@@ -284,7 +285,7 @@ class ModelConfig:
             )
 
     def _check_layers(self) -> None:
-        """Raise ValueError for a list with a layer twice or one that the model lacks, and for too many experts."""
+        """Raise ValueError for a list with a layer twice or out of range, and for too many experts in all layers."""
         layer_lists = {name: getattr(self, name) for name in _LAYER_LISTS}
         if self.experts is not None:
             layer_lists["experts dense_layers"] = self.experts.dense_layers
@@ -308,7 +309,7 @@ class ModelConfig:
     def rotary_size(self) -> int:
         """Return the number of dimensions of a head, from the first on, that rotary positions rotate.
 
-        In `global_layers` with heads of another size, these are `global_head_dim`.
+        In `global_layers`, `global_head_dim` dimensions are rotated if that field is given.
         """
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
@@ -365,7 +366,7 @@ class ModelConfig:
 
     @property
     def _kv_sources(self) -> dict[bool, int]:
-        """Return the layers that the last layers read: that with a window (key False), and that without (True)."""
+        """Return the layers that the last layers read, if any: with a window (key False), and without (True)."""
         first = self.num_layers - (self.num_kv_shared_layers or 0)
         return _last_layers(first, self.global_layers, self.sliding_window is not None)
 
@@ -378,9 +379,9 @@ class ModelConfig:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def for_context(self, length: int) -> Self:
-        """Return this config with `max_context_length` = `length` if its frequencies depend on the served context.
+        """Return this config, with `max_context_length` = `length` if rotary frequencies depend on the served context.
 
-        Frequencies of the kinds longrope and dynamic do. Other configs are returned unchanged.
+        The frequencies of kinds longrope and dynamic do. A config with others is returned unchanged.
         """
         kind = None if self.rope_scaling is None else self.rope_scaling.kind
         if kind not in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):
@@ -396,7 +397,7 @@ class ModelConfig:
         return sum(self.kv_bytes_of(layer, bytes_per_value) for layer in owners)
 
     def kv_bytes_of(self, layer: int, bytes_per_value: int) -> int:
-        """Return the bytes per token of the keys and values that one layer reads. See `kv_bytes_per_token`."""
+        """Return the bytes per token of the keys and values that a layer reads, also if an earlier layer's are read."""
         scale_bytes = 2 * 4 if bytes_per_value == 1 else 0
         num_vectors = 1 if self.attention is AttentionKind.AVERAGE else 2
         return self.num_kv_heads * (num_vectors * self.head_dim_of(layer) * bytes_per_value + scale_bytes)
@@ -489,7 +490,7 @@ class ModelConfig:
 
 @functools.lru_cache
 def _last_layers(end: int, global_layers: tuple[int, ...], has_windows: bool) -> dict[bool, int]:
-    """Return the last layer before layer `end` with a window (key False), and the last without (True)."""
+    """Return the last layer before layer `end` with a window (key False), and without (True). A kind may be absent."""
     without_window = set(global_layers)
     return {not has_windows or layer in without_window: layer for layer in range(end)}
 

@@ -82,7 +82,7 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, and for one of another kind.
+    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, or a field of another kind.
 
     attention_factor: factor of cosines and sines, of kinds yarn and longrope; None: see `rotation_factor`.
     beta_fast, beta_slow: in kind yarn, a frequency with more turns than beta_fast in the original context is kept, and
@@ -142,8 +142,9 @@ class RopeScaling:
 
     @property
     def rotation_factor(self) -> float:
-        """Return the factor of cosines and sines: 1 unless the scaling is LongRoPE or YaRN.
+        """Return the factor of cosines and sines: `attention_factor` if given, else LongRoPE's or YaRN's, else 1.
 
+        With `factor` up to 1 the computed factor is 1.
         LongRoPE: arXiv 2402.13753, section 3.3. YaRN: arXiv 2309.00071, equation 22.
         """
         if self.attention_factor is not None:
@@ -217,7 +218,7 @@ class Experts:
 
 
 def checked_layers(name: str, layers: object) -> tuple[int, ...]:
-    """Return a list of layer numbers as a tuple. Raises ValueError for anything else."""
+    """Return a list of integers of any size as a tuple. Raises ValueError, with the field's name, for anything else."""
     if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
         raise ValueError(f"{name} must be a list of layer numbers, not {layers!r}")
     return tuple(layers)

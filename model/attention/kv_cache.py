@@ -52,7 +52,7 @@ class KVCache:
     the earlier layer, which alone writes to them.
 
     keys, values: pool of each layer, with the shape NPKD.
-    key_scales, value_scales: scales of each layer in an int8 cache, NPK.
+    key_scales, value_scales: scales of each layer, NPK; empty unless the cache is int8.
 
     dtype: dtype of the tensors that `write` gets and `gather` returns: the model's.
     cache_dtype: dtype in which keys and values are kept in memory; None: `dtype`. With int8, each key and each value
@@ -109,8 +109,8 @@ class KVCache:
     def write(self, layer: int, slot_mapping_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
         """Write each token's key and value in one layer to the token's cache slot (block * block_size + offset).
 
-        They are rounded to the cache's dtype, as by `rounded`. Nothing is written for a layer that reads the keys and
-        values of an earlier layer.
+        Keys and values are rounded to the cache's dtype, as by `rounded`, or quantized for an int8 cache. Nothing is
+        written for a layer that reads the keys and values of an earlier layer.
         """
         if not self.is_owner(layer):
             return
@@ -123,7 +123,7 @@ class KVCache:
             pools[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, new_TKD)
 
     def is_owner(self, layer: int) -> bool:
-        """Return whether a layer has keys and values of its own, so that it does not read those of another layer."""
+        """Return whether a layer stores keys and values of its own: True unless it reads those of an earlier layer."""
         return self._sources[layer] == layer
 
     def _places(self, slots_S: Tensor) -> tuple[Tensor, Tensor]:

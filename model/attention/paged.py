@@ -104,7 +104,7 @@ class SelectedKernels:
 
 
 def fits(config: ModelConfig) -> bool:
-    """Return whether paged kernels support a model: it has keys (no average attention), no biases or cap of scores."""
+    """Return whether paged kernels support a model: not with average attention, score biases or a score cap."""
     return config.key_dim > 0 and config.position not in SCORE_BIASES and config.score_soft_cap is None
 
 

@@ -29,9 +29,11 @@ class OutputParser:
 
     Args:
         reasoning: tags around the model's reasoning, such as <think>; None: such tags are text.
-        is_reasoning: True if the prompt ends inside reasoning, False if it has ended it, None if the model decides.
+        is_reasoning: True if the prompt ends inside reasoning, False if after it; None: either may follow.
         tools: format of tool calls; None: text that looks like a call is text.
         schemas: tools that may be called.
+
+    num_calls: tool calls begun so far. has_reasoned: True once reasoning has begun.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from model.tokenizer.interface import Tokenizer, TokenizerError
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """Reasoning of a model: text between two marks at the beginning of a completion."""
+    """Reasoning of a model: text between two tags, `opening` and `closing`, at the beginning of a completion."""
 
     name: str
     opening: str
@@ -33,15 +33,15 @@ REASONING_FORMATS = {
 
 
 def find_reasoning_format(template: str) -> ReasoningFormat | None:
-    """Return the format whose closing mark a chat template contains; None for a model that does not reason."""
+    """Return the first format whose closing tag a chat template contains; None: no reasoning, or no known format."""
     return next((form for form in REASONING_FORMATS.values() if form.closing in template), None)
 
 
 def begins_in_reasoning(prompt: str, form: ReasoningFormat, prefill: str = "") -> bool | None:
     """Return True if a rendered prompt ends inside reasoning, False if after it; None: the model decides.
 
-    A template of a model that always reasons ends the prompt with the opening mark. A template whose reasoning is
-    switched off ends the prompt with an empty reasoning.
+    A template of a model that always reasons ends the prompt with the opening tag. A template whose reasoning is
+    switched off ends the prompt with an empty reasoning, and so with the closing tag.
 
     prefill: beginning of the completion that the prompt already contains. If not blank, it alone decides: True or
         False.
@@ -55,13 +55,13 @@ def begins_in_reasoning(prompt: str, form: ReasoningFormat, prefill: str = "") -
 
 
 def all_marks() -> tuple[str, ...]:
-    """Return the marks of all reasoning and tool-call formats, without duplicates."""
+    """Return the tags of all reasoning and tool-call formats, such as <think> and <tool_call>, without duplicates."""
     reasoning = [mark for form in REASONING_FORMATS.values() for mark in (form.opening, form.closing)]
     return tuple(dict.fromkeys([*reasoning, *(mark for form in TOOL_FORMATS.values() for mark in form.marks)]))
 
 
 def mark_ids(tokenizer: Tokenizer, names: Iterable[str]) -> dict[str, int]:
-    """Return the token id of each mark in `names` that the tokenizer encodes as a single token, by the mark."""
+    """Return the token id of each tag in `names`, by tag. A tag that the tokenizer splits or lacks is left out."""
     found: dict[str, int] = {}
     for name in names:
         # Characters of a mark may be missing in a small vocabulary.

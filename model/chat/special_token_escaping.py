@@ -18,7 +18,7 @@ _BREAKERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class ForbiddenText(ValueError):
-    """Error, in one line, of a client's messages with special tokens that cannot be escaped."""
+    """Error of one line: a client's messages or tools contain a special token that cannot be escaped."""
 
 
 class SpecialTokenEscaper:
@@ -38,6 +38,8 @@ class SpecialTokenEscaper:
 
     def escape(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
         """Return a client's messages with a breaker character in every special token, and the breaker (None if unused).
+
+        A breaker also follows the beginning of a special token at the end of a text.
 
         Raises:
             ForbiddenText: a text contains a special token of one character, or special tokens and every breaker. Or

@@ -86,7 +86,7 @@ def compile_template(source: str) -> Template:
 
 
 def render(template: Template, variables: Mapping[str, Any], *, max_characters: int) -> str:
-    """Return the text of a rendered chat template. Raises TemplateFailure: it failed or is over `max_characters`."""
+    """Return the text of a rendered chat template. Raises TemplateFailure, also for a text over `max_characters`."""
     pieces, length = [], 0
     try:
         for piece in template.generate(variables):

@@ -133,7 +133,8 @@ def save_checkpoint(
         generation: default sampling parameters, written as generation_config.json.
 
     Raises:
-        ValueError: the tensors differ from the config in names or shapes, or the tokenizer has too many tokens.
+        ValueError: the tensors differ from the config in names or shapes, or the tokenizer has too many tokens
+            or no EOS token.
         CheckpointError: the directory cannot be used, see `check_writable`.
     """
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}

@@ -54,7 +54,7 @@ class Addition:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Adapter:
-    """LoRA adapter. `key`: digest of its files. `matrices`: by module of the model, as `layers.0.attention.qkv`."""
+    """LoRA adapter. key: digest of its files. matrices: additions by changed module, as `layers.0.attention.qkv`."""
 
     key: str
     matrices: Mapping[str, Addition]
@@ -66,7 +66,12 @@ class Adapter:
 
 @dataclass(frozen=True, kw_only=True)
 class _Config:
-    """Fields of adapter_config.json. `targets`, `excluded`: regular expression, or ends of module names."""
+    """Fields of adapter_config.json.
+
+    targets, excluded: modules with and without an addition, as a regular expression or as ends of module names.
+    rank_pattern, alpha_pattern: rank or alpha by regular expression of module names, in place of `rank` or `alpha`.
+    layers: numbers of the only layers with additions, used if `targets` is a list; None: all.
+    """
 
     path: Path
     rank: int
@@ -116,11 +121,12 @@ def _match(match: Callable[..., Any], pattern: str, module: str, path: Path) -> 
 
 
 def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
-    """Read an adapter and check that it fits the base model of `manifest`. Its numbers become float32.
+    """Read an adapter and check that it fits the base model of `manifest`. The adapter's numbers become float32.
 
     Raises:
-        CheckpointError: a file is missing or malformed, a key or a target is not supported, a tensor is missing, extra
-            or of a wrong shape or dtype, or a number is not finite. The message names the key or the tensor.
+        CheckpointError: the base model is a GGUF file, or the adapter is no directory; a file is missing or malformed;
+            a key is not supported or has a wrong value; no target is a matrix that adapters can change; a tensor is
+            missing, extra, or of a wrong shape or dtype; or a number is not finite. The message begins with the path.
     """
     path = directory / WEIGHTS_FILE
     if not directory.is_dir():
@@ -163,12 +169,18 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
             f"tensors); train adapters of the layers' linear modules, and list these in target_modules"
         )
     if not matrices:
-        raise CheckpointError(f"{config.path}: target_modules names no linear module of the base model's layers")
+        raise CheckpointError(
+            f"{config.path}: no linear module of the base model's layers is a target; correct target_modules, "
+            "exclude_modules or layers_to_transform"
+        )
     return Adapter(key=digest.hexdigest(), matrices=matrices)
 
 
 def _read_config(path: Path) -> _Config:
-    """Read adapter_config.json. Raises CheckpointError for a key that is not supported or has a wrong value."""
+    """Read adapter_config.json. Raises CheckpointError for a key that is not supported or has a wrong value.
+
+    A key that is not supported is ignored if its value is null, false, 0 or empty.
+    """
     values = read_json(path)
 
     def take(key: str, is_valid: Callable[[Any], bool], wanted: str, default: Any = None) -> Any:
@@ -183,13 +195,15 @@ def _read_config(path: Path) -> _Config:
         return is_list or isinstance(value, str)
 
     take("peft_type", lambda value: value == "LORA", '"LORA"')
-    rank = take("r", _is_rank, f"a rank from 1 to {MAX_RANK}")
-    alpha = take("lora_alpha", _is_number, "a number")
+    rank = take("r", _is_rank, f"an integer from 1 to {MAX_RANK}")
+    alpha = take("lora_alpha", _is_number, "a number from -1e6 to 1e6")
     take("bias", lambda value: value == "none", '"none", the only supported value', "none")
     take(
         "init_lora_weights", lambda value: value in _INITIAL_VALUES, "a value that leaves the base weights unchanged", 1
     )
-    targets = take("target_modules", lambda value: is_names(value) and value, "a regular expression or a list of names")
+    targets = take(
+        "target_modules", lambda value: is_names(value) and value, "a regular expression or a list of names, not empty"
+    )
     excluded = take("exclude_modules", is_names, "a regular expression or a list of names", [])
     is_index = {int}.__contains__
     layers = take(
@@ -197,10 +211,10 @@ def _read_config(path: Path) -> _Config:
         lambda value: (
             value is None or is_index(type(value)) or (isinstance(value, list) and all(map(is_index, map(type, value))))
         ),
-        "a list of layer numbers",
+        "a layer number or a list of layer numbers",
     )
-    ranks = take("rank_pattern", _all_values(_is_rank), f"an object of ranks from 1 to {MAX_RANK}", {})
-    alphas = take("alpha_pattern", _all_values(_is_number), "an object of numbers", {})
+    ranks = take("rank_pattern", _all_values(_is_rank), f"an object of integers from 1 to {MAX_RANK}", {})
+    alphas = take("alpha_pattern", _all_values(_is_number), "an object of numbers from -1e6 to 1e6", {})
     stabilized = take("use_rslora", lambda value: isinstance(value, bool), "true or false", False)
     for key, value in values.items():
         # A key that is off cannot change the result, whatever it means.
@@ -234,7 +248,10 @@ def _all_values(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
 def _short_names(
     headers: Mapping[str, TensorHeader], family: ModelFamily | None
 ) -> tuple[dict[str, TensorHeader], str]:
-    """Return the tensors by their names without PEFT's and the family's prefix, and the family's prefix in the file."""
+    """Return the tensors by their names without PEFT's prefix and the family's, and the family's prefix in the file.
+
+    The second result is empty if no name has a prefix of the family.
+    """
     prefixes = () if family is None else (family.prefix, *family.other_prefixes)
     found: dict[str, TensorHeader] = {}
     used = ""
@@ -267,7 +284,10 @@ def _read_pair(
     found: Mapping[str, TensorHeader],
     data: bytes,
 ) -> tuple[Array, Array]:
-    """Return A and scale * B of a target module with this shape, outputs and inputs. Raises CheckpointError."""
+    """Return A and scale * B, float32, of a target module. Raises CheckpointError.
+
+    names: tensor names of A and B in `found`. shape: outputs and inputs of the module. data: bytes of the weight file.
+    """
     rank, (outputs, inputs), arrays = config.rank_of(module), shape, []
     for name, wanted in zip(names, ((rank, inputs), (outputs, rank)), strict=True):
         header = found.get(name)
@@ -304,7 +324,10 @@ def _floats(header: TensorHeader, data: bytes) -> Array:
 
 
 def _join(parts: list[tuple[slice, Array, Array]], outputs: int, layout: Layout, manifest: Manifest) -> Addition:
-    """Return the addition to a whole matrix: its parts' A one below the other, and their B in a block diagonal."""
+    """Return the addition to a whole matrix: its parts' A one below the other, and their B in a block diagonal.
+
+    parts: rows of the part in the matrix, A, and scale * B. outputs: rows of the matrix, in the file's `layout`.
+    """
     down_RI = np.concatenate([down for _, down, _ in parts])
     up_FR = np.zeros((outputs, len(down_RI)), dtype=np.float32)
     column = 0

@@ -145,7 +145,7 @@ class Manifest:
         return tokenizer
 
     def check_files(self, *, has_hashes: bool = True) -> None:
-        """Check every file's size, and with `has_hashes` its SHA-256, which reads the file. Raises CheckpointError."""
+        """Check every file's size, and with `has_hashes` its SHA-256 if `files` has one. Raises CheckpointError."""
         for name, (size, digest) in self.files.items():
             _check_file(self.path_of(name), size, digest if has_hashes else "")
 

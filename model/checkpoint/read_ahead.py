@@ -9,7 +9,10 @@ from model.gguf.container import SUFFIX
 
 
 def read_ahead(checkpoint: Path) -> None:
-    """Start reading a checkpoint's weights into the page cache, unless twice their size exceeds the free memory."""
+    """Start reading a checkpoint's weights into the page cache, unless twice their size exceeds the free memory.
+
+    checkpoint: directory with safetensors files, or GGUF file. Files that cannot be read are not reported.
+    """
     with suppress(OSError, ValueError):  # the loader reports errors
         found = [checkpoint] if checkpoint.suffix == SUFFIX else sorted(checkpoint.glob("*.safetensors"))
         paths = [path for path in found if stat.S_ISREG(path.stat().st_mode)]

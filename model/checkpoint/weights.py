@@ -115,7 +115,7 @@ def map_parts(place: Placement, device: torch.device | str, dtype: torch.dtype) 
 
 
 def stored_tensor(file: Any, header: TensorHeader) -> Tensor:
-    """Return a tensor, or a piece of one, of an opened safetensors file, without a copy."""
+    """Return the tensor of `header`, or its piece at `header.index`, of an opened safetensors file. No copy."""
     if header.index is None:
         return file.get_tensor(header.name)  # type: ignore[no-any-return]
     return file.get_slice(header.name)[header.index]  # type: ignore[no-any-return]

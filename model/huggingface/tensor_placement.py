@@ -104,7 +104,7 @@ def place_tensors(
 
 
 def _is_matrix(name: str, family: ModelFamily | None, encoding: Encoding | None) -> bool:
-    """Return whether a model tensor of two dimensions may be stored quantized: not a router, nor most embeddings."""
+    """Return whether a matrix may be stored quantized: not a router; an embedding only in GGUF or Kvasir's format."""
     if name == "token_embedding.weight" and isinstance(encoding, GgufEncoding):
         return True
     return not name.endswith("router.weight") and (family is None or name.startswith(("layers.", "lm_head.")))
@@ -139,10 +139,10 @@ def _find_part(
 def _read_all_headers(
     family: ModelFamily | None, files: Sequence[Path], num_experts: int | None
 ) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in all files, by the family's usual tensor name without its prefix.
+    """Return the headers of the tensors in all files, by the usual tensor name without the family's prefix.
 
-    A tensor of all experts of a layer gives a header for each expert. Raises CheckpointError if two files hold the same
-    tensor.
+    A tensor of all experts of a layer is replaced by a header for each expert. Raises CheckpointError if two files hold
+    the same tensor, or if a tensor has another number of experts than `num_experts`.
     """
     found: dict[str, TensorHeader] = {}
     for path in files:
@@ -157,7 +157,10 @@ def _read_all_headers(
 
 
 def _by_expert(found: Mapping[str, TensorHeader], num_experts: int) -> dict[str, TensorHeader]:
-    """Return the headers with an entry, such as experts[0].weight, for each expert of a tensor of all experts."""
+    """Return the headers, with a header for each expert, as experts[0].weight, in place of a tensor of all experts.
+
+    Raises CheckpointError if a tensor has another number of experts.
+    """
     pieces: dict[str, TensorHeader] = {}
     for name, header in found.items():
         if len(header.shape) != 3:

@@ -23,7 +23,10 @@ _MECHANISMS: Mapping[str, str] = {
 
 
 def missing_mechanisms(values: Mapping[str, Any]) -> list[str]:
-    """Return what a config.json of an unknown architecture needs and Kvasir lacks, such as recurrent layers (KEY)."""
+    """Return the mechanisms that Kvasir lacks and keys of a config.json show, as "recurrent layers (mamba_d_conv)".
+
+    One key is named for each mechanism. Empty if no key is recognized.
+    """
     found: dict[str, str] = {}
     for level in _levels(values):
         if level.get("is_encoder_decoder") is True:

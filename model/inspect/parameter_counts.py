@@ -195,7 +195,10 @@ def kv_cache_formula(config: ModelConfig, bytes_per_value: int) -> Formula:
 
 @dataclass(frozen=True, slots=True)
 class _LayerKind:
-    """Layers whose attention has the same sizes. name: what distinguishes the layers; empty if all are alike."""
+    """Layers whose attention has the same sizes. name: such as "global, without keys"; empty for the usual layers.
+
+    has_keys: the layers compute keys and values of their own.
+    """
 
     name: str
     layers: tuple[int, ...]

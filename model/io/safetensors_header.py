@@ -28,7 +28,7 @@ class TensorHeader:
 
     dtype: name in that format, such as BF16 or Q4_K.
     begin, end: positions of the tensor's bytes in the file.
-    index: position in the first dimension of the stored tensor, if this entry is one of its pieces; None: all of it.
+    index: position of a piece in the first dimension of the stored tensor; None: the entry is the whole tensor.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class TensorHeader:
     index: int | None = None
 
     def pieces(self) -> list["TensorHeader"]:
-        """Return an entry for each index of the tensor's first dimension."""
+        """Return an entry for each index of the tensor's first dimension, without that dimension."""
         count = self.shape[0]
         size = (self.end - self.begin) // count
         starts = (self.begin + index * size for index in range(count))

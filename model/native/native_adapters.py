@@ -20,7 +20,10 @@ _FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", 
 
 
 class PackedAdapter:
-    """Adapter in the kernels' memory layout. `layers`: additions to each layer. `rank`: largest rank, padded."""
+    """Adapter in the kernels' memory layout.
+
+    layers: additions to each layer. rank: largest rank of an addition, rounded up to a multiple of 16.
+    """
 
     def __init__(self, adapter: Adapter, config: ModelConfig, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -53,9 +56,11 @@ class PackedAdapter:
 
 @dataclass(frozen=True, eq=False)
 class AdapterRows:
-    """Adapters of a step's rows. `pointers`: an address of layers for each row, or null.
+    """Adapters of a step's rows, and buffers of the kernels.
 
-    low_TR, additions_TF: memory of the kernels for the results of `down` and `up`.
+    pointers: for each row the address of its adapter's `PackedAdapter.layers`; null: no adapter.
+    low_TR, additions_TF: buffers for the products of the rows with `down`, and then with `up`.
+    held: the adapters that `pointers` point to, kept alive.
     """
 
     pointers: Any
@@ -86,7 +91,7 @@ class NativeAdapters:
         self._last = (), None  # its rows may hold the adapter
 
     def rows(self, runs: tuple[tuple[str, int], ...], count: int) -> AdapterRows | None:
-        """Return the adapters of a step's `count` rows; None if `runs` is empty.
+        """Return the adapters of a step's `count` rows; None if `runs` is empty. Raises KeyError for an unknown key.
 
         A call with the `runs` object and the `count` of the last call returns the same object.
         runs: key and number of rows, in order: empty, or with at least one adapter. Rows of the key "", and all further

@@ -231,6 +231,7 @@ class NativeTransformer:
 
         Raises:
             ValueError: see `NativeAttention.prepare_step`.
+            IndexError: a token id, or a position in a learned embedding, is out of range.
         """
         count = len(token_ids_T)
         self._grow_buffers(count)
@@ -368,7 +369,7 @@ class NativeTransformer:
         return step
 
     def _set_biases(self, longest: int) -> None:
-        """Give the attention kernel the position biases of `longest` tokens or more, if the model has any."""
+        """Set all layers' position biases, if the model has any, for contexts of `longest` tokens or more."""
         form = self._blocks[0].attention.form
         if form.bias is not None and longest > self._num_biases:
             self._num_biases = max(256, 2 * longest)
@@ -405,8 +406,8 @@ class NativeTransformer:
     def _rotations_of(self, length: int) -> tuple[Tensor, Tensor]:
         """Return tables of cosines and sines for `length` positions or more; empty without rotary positions.
 
-        A position has the angles of `rotary`, then those of `local_rotary` if the model has them, or those of `rotary`
-        for queries: times the factor of their scores.
+        A position has the angles of `rotary`, then those of `local_rotary` if the model has one. With `score_growth`
+        the angles of `rotary` follow for queries, with cosines and sines multiplied by `score_factors`.
 
         One thread computes the tables. PyTorch's first cosine with two threads can be off by one unit in the last place
         (3 of 40 processes), and the results of a replacement worker would then not be bitwise identical.
@@ -500,7 +501,7 @@ class NativeTransformer:
         return layer
 
     def _inputs_of_layers(self, module: LayerInputs) -> LayerInputWeights:
-        """Pack the projection of the layers' inputs, and return their weights as the kernels read them."""
+        """Pack and free the projection of the layers' inputs; return their weights as the kernels read them."""
         size = cast(int, self.config.layer_input_size)
         inputs = LayerInputWeights(
             projection=self._matrix(module.projection),
@@ -534,7 +535,7 @@ class NativeTransformer:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
 
         Returns `Rows` with pointers to the embedding. The pointers are null if the first layer's input is not a plain
-        row of the embedding: scaled, normed, or with positions.
+        row of the embedding (scaled, normed, or with positions), or if an unpacked embedding is not contiguous.
         """
         embedding, rows = model.token_embedding, Rows()
         linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None

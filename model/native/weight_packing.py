@@ -176,5 +176,5 @@ def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, 
 
 
 def pad_outputs(rows: Tensor) -> Tensor:
-    """Add rows of zeros up to whole panels."""
+    """Add rows of zeros up to a multiple of 64 rows."""
     return functional.pad(rows, (*[0] * (2 * rows.ndim - 1), padded(len(rows)) - len(rows)))

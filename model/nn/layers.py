@@ -117,7 +117,7 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 class Router(nn.Module):
     """Linear layer and softmax that weigh the experts of each token, in float32; see `Experts`.
 
-    No `nn.Linear`, because it stays a float matrix where linear layers are packed or quantized.
+    The router is not an `nn.Linear`, because it stays a float matrix where linear layers are packed or quantized.
     """
 
     def __init__(self, config: ModelConfig, experts: Experts) -> None:
@@ -126,7 +126,7 @@ class Router(nn.Module):
         self.num_chosen, self.normalizes = experts.num_per_token, experts.normalizes
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weights TC, float32, and the numbers TC of each token's experts."""
+        """Return the float32 weights TC and the numbers TC of each token's chosen experts, most probable first."""
         probabilities_TX = functional.linear(x_TE.float(), self.weight.float()).softmax(-1)
         weights_TC, experts_TC = probabilities_TX.topk(self.num_chosen, dim=-1)
         return weights_TC / weights_TC.sum(-1, keepdim=True) if self.normalizes else weights_TC, experts_TC
@@ -162,7 +162,7 @@ def make_mlp(config: ModelConfig, layer: int) -> Mlp | GatedMlp | SparseMlp:
 class LayerInputs(nn.Module):
     """Per-layer embeddings: a vector of P numbers for each token and layer (Gemma 3n and 4).
 
-    It is the sum of a row of a second embedding and of the normed projection of the token's embedding.
+    The vector is the scaled sum of a row of a second embedding and of the normed projection of the token's embedding.
     """
 
     def __init__(self, config: ModelConfig, size: int) -> None:

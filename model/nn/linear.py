@@ -115,7 +115,7 @@ def _sum_groups(rounded_TE: Tensor, codes_FI: Tensor, scale_FG: Tensor, offset_F
 
 
 def make_grouped_linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear:
-    """Return the layer of a grouped weight."""
+    """Return a linear layer with this weight: `Int4Linear` for 4 bits, else `GroupedLinear`."""
     return (Int4Linear if weight.bits == 4 else GroupedLinear)(weight, bias_F)
 
 

@@ -64,9 +64,9 @@ class RotaryPositions(nn.Module):
 
 
 def _frequencies(size: int, theta: float | Tensor, divisors: Sequence[float] | None = None) -> Tensor:
-    """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, in float32.
+    """Return the frequencies theta^(-j/size) of all even j from 0 to size - 1, divided by `divisors`, in float32.
 
-    divisors: a divisor of each frequency, or one of all.
+    divisors: a divisor for each frequency, or one for all; None: no division.
     """
     # On the CPU even if the model is built on the meta device: constants are not loaded from the checkpoint.
     exponents = torch.arange(0, size, 2, dtype=torch.float32, device="cpu") / size
@@ -75,7 +75,7 @@ def _frequencies(size: int, theta: float | Tensor, divisors: Sequence[float] | N
 
 
 def stretched_theta(theta: float, size: int, scaling: RopeScaling | None, max_context_length: int) -> float | Tensor:
-    """Return the base of the frequencies: of kind dynamic a larger one, in float32, in a context beyond the original.
+    """Return the base of the frequencies: `theta`, or a larger float32 base if dynamic scaling extends the context.
 
     dynamic: "dynamic NTK" scaling of Peng et al. 2023 (arXiv 2309.00071), section 3.3, with the factor of the
     transformers library. The lowest frequency is divided by factor * context / original context - (factor - 1).
@@ -127,7 +127,7 @@ def scale_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling | 
 def _yarn(kept: Tensor, stretched: Tensor, theta: float, original: int, turns: tuple[float, float]) -> Tensor:
     """Return YaRN's frequencies, a ramp from `kept` to `stretched`, as in the authors' code.
 
-    turns: numbers of turns in the original context, of the frequencies where the ramp begins and ends.
+    turns: beta_fast and beta_slow, the turns in the original context of the frequencies at the ramp's two ends.
     """
     size = 2 * len(kept)
     first, last = (size * math.log(original / (2 * math.pi * each)) / (2 * math.log(theta)) for each in turns)

@@ -85,7 +85,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size).
 
-        kv_of: keys and values of earlier layers that later layers read. This layer reads or adds its own there.
+        kv_of: keys and values by layer, of layers that later layers read. This layer adds its own if it is read later.
         """
         q_THD, k_TKD, v_TKD = self._project(x_TE)
         if not self.norms_rotated:
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         return q_THD, k_TKD, v_TKD
 
     def _normed(self, norm: RMSNorm | None, x_THD: Tensor) -> Tensor:
-        """Return queries or keys, normed if the layer has a norm of them."""
+        """Return queries or keys normed by `norm`; unchanged if it is None."""
         if norm is None:
             return x_THD
         normed: Tensor = norm(x_THD) if self.norms_heads else norm(x_THD.flatten(1)).view(x_THD.shape)
@@ -129,7 +129,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Transformer layer: x += attention(norm(x)); x += mlp(norm(x)).
 
-    A layer of Gemma 4 then adds a function of its own input, and multiplies x by `layer_scalar`. With post-norm
+    A layer of Gemma 4 then adds the output of its `LayerInput`, and multiplies x by `layer_scalar`. With post-norm
     (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a parallel block
     (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm. `dropout` is the
     dropout rate of all outputs in training.
@@ -164,7 +164,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size).
 
-        input_TP: the layer's own inputs; None for models without `layer_input_size`.
+        input_TP: vectors of `LayerInputs` for this layer; None for models without `layer_input_size`.
         """
         attend = partial(self.attention, rotation=rotation, metadata=metadata, kv_cache=kv_cache, kv_of=kv_of)
         x_TE = self._add_attention_and_mlp(x_TE, attend)
@@ -277,9 +277,9 @@ class Transformer(nn.Module):
         return logits_RV if self.config.logit_soft_cap is None else soft_cap(logits_RV, self.config.logit_soft_cap)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the scaled, normed token embeddings plus the position embeddings: (tokens, hidden size).
+        """Return the token embeddings, scaled and normed as the config says: (tokens, hidden size), the model's dtype.
 
-        The result has the model's dtype.
+        Learned or sinusoidal position embeddings are added after that.
         """
         x_TE: Tensor = self.token_embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:

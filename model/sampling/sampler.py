@@ -71,7 +71,8 @@ def sample(
 ) -> Tensor:
     """Sample a token for each row of logits. Return int64 token ids on the logits' device.
 
-    The id is `NO_TOKEN` (-1) for a row whose rules leave no token.
+    The id is `NO_TOKEN` (-1) for a row whose rules and forbidden ids leave no token. Raises ValueError if the numbers
+    of rows, params and positions differ.
 
     positions: position of each row's next token in its sequence, prompt included.
     forbidden: token ids that must not be sampled, for each row; empty if no row forbids a token. The caller includes
@@ -145,7 +146,7 @@ def _sample_natively(
     random_rows: Sequence[int],
     kernels: KernelLibrary,
 ) -> NDArray[np.int64]:
-    """Return the sampled ids of these rows of logits on a CPU."""
+    """Return the sampled ids of the rows `random_rows`, in this order, computed by the native kernel on a CPU."""
     logits_BV = logits_BV.detach()
     if logits_BV.stride(1) != 1:
         logits_BV = logits_BV.contiguous()

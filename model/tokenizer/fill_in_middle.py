@@ -41,7 +41,7 @@ def _markers(parts: Sequence[str]) -> Iterator[str]:
 class FillInMiddle:
     """Prompt format of one tokenizer for filling in the middle.
 
-    parts: token ids of the markers, and the positions of the two texts, in the order of the prompt.
+    parts: token ids of the markers, and "prefix" and "suffix" in place of the texts, in the order of the prompt.
     marker_ids: the markers by id. No text may contain these tokens.
     end_ids: tokens at which a completion ends, the markers among them.
     """

@@ -40,7 +40,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
     A missing generation_config.json sets no parameter.
 
     Raises:
-        CheckpointError: the file is unreadable or not a JSON object, or a value is out of its range.
+        CheckpointError: the file is unreadable or not a JSON object, or a value has a wrong type or range.
     """
     path = generation_config_path(directory)
     found = _gguf_values(path) if path == directory else read_json(path, optional=True)

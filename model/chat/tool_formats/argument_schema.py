@@ -35,9 +35,10 @@ class ArgumentSchemas:
     tool: ToolSchema
 
     def properties(self, schema: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
-        """Yield name, schema and "is required" of each property in an object's schema, in its order.
+        """Yield name, schema and "is required" of each property of an object, in the schema's order.
 
-        Required properties without a schema come last. Raises GrammarError, see `check_keywords`.
+        Required properties that are not in `properties` come last, with the schema `additionalProperties`. Raises
+        GrammarError, see `check_keywords`.
         """
         self.check_keywords(schema, *_OBJECT)
         named, required = self.read(schema, "properties", {}), self.read(schema, "required", [])
@@ -64,7 +65,7 @@ class ArgumentSchemas:
     def resolve(self, schema: Any) -> Any:
         """Return a schema with the `$ref` at its top replaced by the schema that it refers to.
 
-        Raises GrammarError for a reference that leads to no schema, or to itself.
+        Other keywords beside the `$ref` stay. Raises GrammarError for a reference to no schema, or to itself.
         """
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
@@ -78,7 +79,10 @@ class ArgumentSchemas:
         raise self.error("a reference to itself", "remove the reference")
 
     def standalone(self, schema: Any) -> dict[str, Any]:
-        """Return a schema with the definitions of the whole schema, so that references in it stay valid."""
+        """Return a schema with the definitions of all the tool's parameters, so that references in it stay valid.
+
+        A schema true becomes {}, false a schema that no value fits.
+        """
         if not isinstance(schema, Mapping):
             return {} if schema else {"not": {}}
         definitions = {

@@ -64,10 +64,11 @@ def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch
 
 
 class _Place(NamedTuple):
-    """Part of a tensor of Kvasir's model, such as q of qkv: a tensor of Hugging Face's format, or a piece of one.
+    """Part of a tensor of Kvasir's model (q of qkv) that is a tensor of Hugging Face's format, or a piece of one.
 
-    name, part: Kvasir's name, and the position among the parts of `source`. shape: shape in Hugging Face's format.
-    is_piece: the tensor in Hugging Face's format has all experts of a layer, of which this is one.
+    name: name of Kvasir's tensor. source: parts of that tensor. part: position among these parts.
+    shape: shape of the part in Hugging Face's format.
+    is_piece: the tensor in Hugging Face's format holds all experts of a layer, and the part is that of one expert.
     """
 
     name: str
@@ -78,7 +79,7 @@ class _Place(NamedTuple):
 
 
 def _family_places(config: ModelConfig, family: ModelFamily) -> dict[str, list[_Place]]:
-    """Return the places of each tensor of Hugging Face's format: several if it holds all experts of a layer."""
+    """Return the parts that make up each tensor of Hugging Face's format, by its name: one, or one for each expert."""
     places: dict[str, list[_Place]] = {}
     for name, source in sources(config, family).items():
         for part, (stored, shape) in enumerate(source.shapes.items()):
@@ -90,7 +91,10 @@ def _family_places(config: ModelConfig, family: ModelFamily) -> dict[str, list[_
 def _family_tensors(
     tensors: Mapping[str, Tensor], config: ModelConfig, places: Mapping[str, list[_Place]]
 ) -> Iterator[Tensor]:
-    """Yield the tensors of `places`, cut from Kvasir's (q, k, v from qkv), with those of several places stacked."""
+    """Yield the tensors of Hugging Face's format, in the order of `places`.
+
+    Each is cut from a tensor of Kvasir's model (q, k, v from qkv), or stacked from the parts of all experts.
+    """
     for parts in places.values():
         found = []
         for place in parts:

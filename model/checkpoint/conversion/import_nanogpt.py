@@ -106,7 +106,10 @@ def _short_name(name: str) -> str:
 
 
 def _place_tensors(path: Path, config: ModelConfig, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a ckpt.pt's tensors under Kvasir's names. Raises CheckpointError if one is missing, extra or misshapen."""
+    """Return a ckpt.pt's tensors under Kvasir's names, taken from `found`.
+
+    Raises CheckpointError if a tensor is missing or extra, or has a wrong shape or a dtype other than floats.
+    """
     tensors = {}
     for name, source in sources(config, _NANOGPT).items():
         ((part, shape),) = source.shapes.items()
@@ -134,7 +137,8 @@ def _place_tensors(path: Path, config: ModelConfig, found: dict[str, Tensor]) ->
 def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
     """Copy a tokenizer's files to the directory `out`, a meta.pkl as tokenizer.json; return the names of new files.
 
-    If only other files of `source` name its EOS tokens, a generation_config.json with their ids is added.
+    If only files that are not copied name the EOS tokens, a generation_config.json with their ids is added. Raises
+    CheckpointError if the tokenizer is missing, damaged or cannot be copied.
     """
     if source.suffix == ".pkl":
         (out / "tokenizer.json").write_text(json.dumps(_tokenizer_json(_read_characters(source)), ensure_ascii=False))
@@ -161,7 +165,10 @@ def _write_tokenizer(source: Path, out: Path) -> tuple[str, ...]:
 
 
 def _read_characters(path: Path) -> dict[str, int]:
-    """Return the token id of each character, from the entry `stoi` of nanoGPT's meta.pkl."""
+    """Return the token id of each character, from the entry `stoi` of nanoGPT's meta.pkl. Raises CheckpointError.
+
+    Rejected are tokens of several characters, and ids other than 0 to the number of characters - 1.
+    """
     values = read_plain_pickle(path)
     ids = values.get("stoi") if isinstance(values, dict) else None
     if not isinstance(ids, dict) or not ids:

@@ -65,7 +65,8 @@ class _PlainUnpickler(pickle.Unpickler):
 def convert_pickles(directory: Path, out: Path) -> Manifest:
     """Copy a Hugging Face directory to `out`, pickled weights as safetensors; return the manifest of `out`.
 
-    Beside the weights, only the config, tokenizer and template files are copied. Raises CheckpointError.
+    Beside the weights, only files that match `KEPT_FILES` are copied, such as the config, tokenizer and template.
+    Raises CheckpointError, also if `out` is not empty.
     """
     names = _pickle_names(directory)
     with written_whole(out) as new:

@@ -98,7 +98,7 @@ def _stored_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[st
 
 
 def _packed(codes_FI: Tensor) -> Tensor:
-    """Pack each eight codes from -8 to 7 of a row into an int32, the first one lowest."""
+    """Pack each eight codes from -8 to 7 of a row, plus 8, into an int32: the first code in the lowest bits."""
     nibbles_FI = functional.pad(codes_FI + 8, (0, -codes_FI.shape[1] % 8)).to(torch.uint8)
     bytes_FI = nibbles_FI[:, ::2] | nibbles_FI[:, 1::2] << 4
     words_FW: Tensor = bytes_FI.contiguous().view(torch.int32)

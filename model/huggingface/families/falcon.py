@@ -46,10 +46,10 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _reject_other_layers(reader: ConfigReader) -> None:
-    """Reject the layers of Falcon 40B, 180B and Falcon 2 11B, and the positions of Falcon RW.
+    """Raise CheckpointError for layers as in Falcon 40B, 180B and Falcon 2 11B, and positions as in Falcon RW.
 
-    The first have k and v in groups that lie between those of q. Falcon RW's ALiBi biases are rounded to bfloat16 at
-    each key's position, so that the bias of a distance depends on the position.
+    Layers with a residual after the norm are rejected too. Falcon 40B has k and v between groups of q. Falcon RW's
+    ALiBi biases are rounded to bfloat16 at each key's position, so the bias of a distance depends on the position.
     """
     for key in ("new_decoder_architecture", "alibi", "apply_residual_connection_post_layernorm"):
         if reader.flag(key, False):

@@ -33,7 +33,8 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
 def _read_rope(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
     """Return the ModelConfig fields of the rotary embedding.
 
-    An `alpha` in a scaling of type "dynamic" makes the base larger, and turns every other scaling off.
+    With an `alpha`, the base is multiplied by a power of `alpha`, and other scaling keys are ignored. Raises ValueError
+    for an `alpha` in a scaling of another type than "dynamic", or with heads of fewer than 4 dimensions.
     """
     inner, own = split_rope(reader, ("alpha",))
     alpha = own.get("alpha")
@@ -45,7 +46,7 @@ def _read_rope(reader: ConfigReader, positions: int, head_dim: int) -> dict[str,
     if kinds := {str(rest[key]) for key in ("rope_type", "type") if key in rest} - {"dynamic"}:
         reader.reject("rope_scaling.type", min(kinds), 'an alpha needs the type "dynamic"; correct the config')
     if head_dim < 4:
-        reader.reject("head_dim", head_dim, "an alpha needs a larger head; correct the config")
+        reader.reject("head_dim", head_dim, "an alpha needs heads of 4 or more dimensions; correct the config")
     rope = read_one_rope(inner, positions, head_dim)
     return {**rope, "rope_theta": rope["rope_theta"] * alpha ** (head_dim / (head_dim - 2))}
 

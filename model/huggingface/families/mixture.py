@@ -31,7 +31,7 @@ _GRANITE_NAMES: dict[str, Names] = {
 
 
 def _num_experts(reader: ConfigReader, default: int) -> int:
-    """Return the number of experts of a layer, which files give under one of two keys, or under both."""
+    """Return the number of experts of a layer from either of two keys. Raises CheckpointError if the two differ."""
     names = ("num_experts", "num_local_experts")
     given = {name: value for name in names if (value := reader.value(name)) is not None}
     for name, value in given.items():
@@ -44,7 +44,7 @@ def _num_experts(reader: ConfigReader, default: int) -> int:
 def _experts_of_all_layers(
     reader: ConfigReader, fields: Mapping[str, Any], *, num: int, num_per_token: int, normalizes: bool
 ) -> dict[str, Experts]:
-    """Return the field `experts` of ModelConfig. num, num_per_token: values for absent keys."""
+    """Return the field `experts` of ModelConfig, for experts in all layers. num, num_per_token: defaults."""
     return {
         "experts": Experts(
             num=_num_experts(reader, num),

@@ -39,6 +39,9 @@ def read_text_config(
 ) -> ModelConfig:
     """Return the ModelConfig of the language model, `text_config` in a config.json with a vision or audio tower.
 
+    Raises CheckpointError for an unsupported key or value, or if the language model has another value of
+    `tie_word_embeddings` than the whole model.
+
     Args:
         texts: possible families of the language model, the default first.
         tower_keys: keys about the towers, which are not served.
@@ -62,7 +65,10 @@ def read_text_config(
 def with_vision_tower(
     texts: tuple[ModelFamily, ...], model_type: str, class_prefix: str, *, tower_keys: tuple[str, ...], is_tied: bool
 ) -> ModelFamily:
-    """Return the family of a language model with a vision tower, which is not served. See `read_text_config`."""
+    """Return the family of models with a vision tower, of which only the language model is served.
+
+    texts, tower_keys, is_tied: see `read_text_config`. class_prefix: beginning of the names of `transformers` classes.
+    """
     return replace(
         texts[0],
         model_type=model_type,

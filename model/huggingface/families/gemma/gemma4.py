@@ -81,7 +81,7 @@ def _read_layer_inputs(reader: ConfigReader, vocab_size: int) -> dict[str, Any]:
 
 
 def _read_shared_kv(reader: ConfigReader, mlp_size: int) -> dict[str, Any]:
-    """Return the ModelConfig fields of the last layers, which read the keys and values of earlier layers."""
+    """Return the ModelConfig fields of layers that read the keys and values of an earlier layer; empty if none do."""
     count, is_wide = reader.optional_count("num_kv_shared_layers", None), reader.flag("use_double_wide_mlp", False)
     if count is None:
         return {}
@@ -91,7 +91,8 @@ def _read_shared_kv(reader: ConfigReader, mlp_size: int) -> dict[str, Any]:
 def _read_global_head_dim(reader: ConfigReader, global_layers: list[int]) -> int:
     """Return the size of heads in layers without a window.
 
-    Published files have global_head_dim; the transformers library saves per_layer_config instead.
+    Published files have global_head_dim; the transformers library saves per_layer_config instead. Raises
+    CheckpointError if per_layer_config has different sizes for these layers, or has other layers.
     """
     size, by_layer = reader.size("global_head_dim", 512), reader.value("per_layer_config")
     if by_layer is None:

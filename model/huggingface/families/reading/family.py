@@ -94,7 +94,10 @@ def convert_config(family: ModelFamily, reader: ConfigReader) -> ModelConfig:
 
 
 def _extended(config: ModelConfig) -> ModelConfig:
-    """Return a config whose context is that after dynamic scaling, from one with the positions in config.json."""
+    """Return the config with `max_context_length` extended by dynamic rope scaling; unchanged with other scaling.
+
+    config: `max_context_length` is the number of positions in config.json.
+    """
     scaling = config.rope_scaling
     if scaling is None or (original := scaling.dynamic_original) is None:
         return config
@@ -135,7 +138,7 @@ def _numbered(name: str, numbers: list[str]) -> str:
 def _rows(config: ModelConfig, module: str, rows: int) -> tuple[int, ...]:
     """Return each checkpoint tensor's number of rows in a concatenated matrix of a layer, qkv or gate_up.
 
-    It is 0 for keys and values that are those of an earlier layer. rows: number of rows of the matrix.
+    The number is 0 for k and v of a layer that reads those of an earlier layer. rows: number of rows of the matrix.
     """
     if module.endswith(".gate_up"):
         return rows // 2, rows // 2

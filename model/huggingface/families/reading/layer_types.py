@@ -35,9 +35,9 @@ def read_layer_types(
 
 
 def split_rope(reader: ConfigReader, own: Collection[str]) -> tuple[ConfigReader, dict[str, Any]]:
-    """Return a reader of the rotary embedding's keys, and the values of a family's `own` keys that it lacks.
+    """Return a reader of the rotary embedding's keys without a family's `own` keys, and the values of the own keys.
 
-    Null and 0 count as no value.
+    An own key with the value null, 0 or false is left out of both.
     """
     values: dict[str, Any] = {"rope_theta": reader.value("rope_theta")}
     found: dict[str, Any] = {}

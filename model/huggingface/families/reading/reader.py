@@ -103,11 +103,11 @@ class ConfigReader:
         return self._unread.pop(name, None)
 
     def has_any(self, *names: str) -> bool:
-        """Return True if one of the keys has a value other than null or an empty object, and is not read yet."""
+        """Return True if one of the keys is not read yet and has a value other than null, false, 0 and empty."""
         return any(self._unread.get(name) for name in names)
 
     def optional_count(self, name: str, default: int | None) -> int | None:
-        """Return the value of a key that must be a positive integer, or 0 or null; None for these two."""
+        """Return the value of a key that must be a positive integer, 0 or null; None for 0 and null."""
         return None if self._unread.get(name, default) == 0 else self.optional_size(name, default)
 
     def size(self, name: str, default: int) -> int:
@@ -117,7 +117,7 @@ class ConfigReader:
         return int(value)
 
     def size_of(self, names: tuple[str, ...], default: int) -> int:
-        """Return the size that any of several keys sets. Raises CheckpointError if two keys set different sizes."""
+        """Return the size that any of several keys sets, `default` if none. Raises CheckpointError if two differ."""
         found = [(name, self.size(name, default)) for name in names if name in self._unread]
         for name, size in found[1:]:
             if size != found[0][1]:
@@ -161,7 +161,7 @@ class ConfigReader:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
     def check_all(self, values: Mapping[str, object], remedy: str) -> None:
-        """Reject a key whose value differs from the one in `values`, if it is neither absent nor null."""
+        """Read the keys of `values`. Reject a key with another value than in `values`; absent and null are allowed."""
         for name, wanted in values.items():
             if (found := self.value(name)) is not None and found != wanted:
                 self.reject(name, found, remedy)
@@ -296,7 +296,7 @@ def read_rope(
 def _yarn_fields(reader: ConfigReader, name: str, values: dict[str, Any], factor: float) -> dict[str, Any]:
     """Return the fields that YaRN alone has, and remove their keys from `values`.
 
-    Without an `attention_factor`, `mscale` and `mscale_all_dim` set the field, as in DeepSeek's models.
+    Without an `attention_factor`, `mscale` and `mscale_all_dim` together set the field, as in DeepSeek's models.
     """
     if not values.pop("truncate", True):
         reader.reject(
