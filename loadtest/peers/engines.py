@@ -236,7 +236,7 @@ def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
 
 
 def _openvino_weights(files: PeerFiles, cell: Cell) -> tuple[Path, str, str]:
-    """Return the directory for OpenVINO's model, its precision hint, and the export flags from --weight-format on."""
+    """Return the directory for OpenVINO's model, the precision hint, and the value of --weight-format, plus flags."""
     form = _FORMATS[cell.precision].openvino
     assert form is not None, "the peer supports this cell"
     return files.model(cell, f"openvino_{form[1].split()[0]}"), *form
