@@ -114,7 +114,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
-        """Return the stream event of a text of this kind, not yet encoded. Of a CALL, the text is the tool's name."""
+        """Return the stream event of a text of this kind, not yet encoded. For a CALL, `text` is the tool's name."""
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
         """Return the encoded events after the last choice has ended: usage, unless it is None, and [DONE]."""

@@ -75,7 +75,7 @@ class RequestProcessor:
         return adapter.key
 
     def response_name(self, name: str | None) -> str:
-        """Return the model's name for the response to a request that names `name`: the adapter's, else the base's."""
+        """Return the model name for a response: `name` if it is an adapter's, else the served model's, not an alias."""
         return self.model_name if name is None or self.is_base(name) else name
 
     def plan(

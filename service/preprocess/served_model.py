@@ -125,7 +125,10 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
 
 
 def _read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[ServedAdapter]:
-    """Yield the adapters of --lora, read whole and checked. Raises SettingsError and CheckpointError."""
+    """Yield the adapters of --lora, read whole and checked.
+
+    Raises SettingsError if an adapter has the base model's name, and CheckpointError if its files cannot be used.
+    """
     taken = (settings.model_name or manifest.name, *settings.model_alias)
     for name, _, directory in (each.partition("=") for each in settings.lora):
         if name in taken:

@@ -128,7 +128,7 @@ class EngineClient:
                 send()
 
     def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Make a worker load an adapter, which later requests can use."""
+        """Let later requests use an adapter, and make the worker load it, unless another name has loaded it."""
         self._send_any(self.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> None:
@@ -136,7 +136,7 @@ class EngineClient:
         self._send_any(self.adapters.remove(name))
 
     def adapter_names(self, *, has_started: bool) -> list[str]:
-        """Return the names of the adapters of the unfinished requests that have a token, or that have none yet."""
+        """Return the names of the adapters that unfinished requests use: with a token (`has_started`), or without."""
         requests = (request for request in self._requests if request.adapter and request.has_started == has_started)
         return self.adapters.names(request.adapter for request in requests)
 
