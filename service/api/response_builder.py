@@ -345,9 +345,9 @@ class ChatBuilder(ResponseBuilder):
         return f"call_{digest}" if length is None else digest[:length]
 
     def _finish_fields(self, choice: Choice, finish: Finish | None) -> tuple[ChatFinishReason | None, str | int | None]:
-        """Return the fields `finish_reason` and `stop_reason`. After complete tool calls, the first is `tool_calls`.
+        """Return the fields `finish_reason` and `stop_reason`. After complete tool calls, the reason is `tool_calls`.
 
-        It is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
+        The reason is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
         """
         reason, stop = _finish_fields(finish)
         parser = self._parsers.get(choice.index)
@@ -359,7 +359,7 @@ class ChatBuilder(ResponseBuilder):
 
 
 def _finish_fields(finish: Finish | None) -> tuple[Literal["stop", "length"] | None, str | int | None]:
-    """Return the fields `finish_reason` and `stop_reason` (matched stop string or token id). None before the end."""
+    """Return the fields `finish_reason` (None before the end) and `stop_reason` (matched stop string or id, if any)."""
     if finish is None:
         return None, None
     return "stop" if finish.reason is FinishReason.STOP else "length", finish.stop_reason

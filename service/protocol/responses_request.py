@@ -72,7 +72,7 @@ def _tag(value: Any) -> str:
 
 
 class InputPart(RequestModel):
-    """Text part of an input item. Parts of earlier output have `annotations` and `logprobs`, which change nothing."""
+    """Text part of an input item. Parts of earlier output have empty `annotations`, and ignored `logprobs`."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -257,7 +257,7 @@ class ResponseStreamOptions(RequestModel):
 
 
 class ResponsesChat(ChatCompletionRequest):
-    """Chat completion request made from a response request. Its errors name the fields of the response request."""
+    """Chat completion request made from a response request. Errors about its output format name `text.format`."""
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
