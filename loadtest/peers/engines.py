@@ -138,7 +138,7 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
 
 
 def _largest_cache(cell: Cell) -> int:
-    """Return the KV-cache bytes of the largest cell with this model and precision: one engine serves all of them."""
+    """Return the KV-cache bytes of the largest cell with this cell's model and precision, which share one engine."""
     return max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
 
 
@@ -181,7 +181,7 @@ def install(files: PeerFiles, environment: str) -> None:
 
 
 def _write_our_model(files: PeerFiles, cell: Cell) -> None:
-    """Write a Kvasir checkpoint of random bfloat16 weights, and the export that the peers' converters read."""
+    """Write a Kvasir checkpoint of random weights, and an export for the peers' converters, unless they exist."""
     ours, exported = files.model(cell, "ours"), files.model(cell, "hugging_face")
     if not (ours / "manifest.json").is_file():
         write_random_checkpoint(ours, cell.shape, dtype="bfloat16")
