@@ -177,7 +177,10 @@ def _chat(
 
 
 def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """Return the chat template of --chat-template; None for "none". Raises `CheckpointError` if it cannot be read."""
+    """Return the chat template of --chat-template; None for "none". For "auto", the checkpoint's, else the plain one.
+
+    Raises `CheckpointError` if the template cannot be read.
+    """
     origin = settings.chat_template
     template = None
     if origin == "none":

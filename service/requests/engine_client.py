@@ -205,7 +205,10 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit unfinished requests to a new worker, except to the first (epoch 0), and fail a poison request."""
+        """Send a new worker the adapters and, unless it is the first (epoch 0), the unfinished requests.
+
+        A poison request fails instead.
+        """
         self.on_worker_ready(ready)
         self._send_any(self.adapters.load_commands())
         self.admission.limit_running(None)

@@ -203,7 +203,7 @@ def _generation(delivery: Delivery) -> Generation:
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """Request log: one line per request. `decode` turns token ids into text; None: prompts are not logged.
+    """Request log: one line per request. `decode` turns token ids into text; None: no texts are logged.
 
     model_name: name of the served model, for requests that name no model.
     """
@@ -212,7 +212,7 @@ class RequestLog:
     decode: Callable[[Sequence[int]], str] | None = None
 
     def write(self, record: RequestRecord) -> None:
-        """Write the log line of a request. A field that does not apply to the request is left out."""
+        """Write the log line of a request, of a probe at level DEBUG. Fields that do not apply are left out."""
         level = logging.DEBUG if record.is_probe else logging.INFO
         if logger.isEnabledFor(level):
             fields = {name: value for name, value in self._fields(record).items() if value is not None}
