@@ -118,7 +118,7 @@ def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a peer has figures in a cell of the results, and their pairs were measured undisturbed."""
+    """Return True if a peer's figures in a cell have a ratio, and so no error, and were measured undisturbed."""
     return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 

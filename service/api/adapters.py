@@ -83,7 +83,7 @@ class Adapters:
     def _check_name(self, name: str) -> None:
         processor = self._context.processor
         if name in (processor.model_name, *processor.aliases):
-            raise InvalidRequest(f"lora_name: {name!r} is the base model's name; choose another", param="lora_name")
+            raise InvalidRequest(f"lora_name: {name!r} is a name of the base model; choose another", param="lora_name")
         if self._context.adapters.find(name) is not None:
             raise InvalidRequest(f"lora_name: {name!r} is loaded already; unload it first", param="lora_name")
 

@@ -148,7 +148,7 @@ class Scores:
 
 
 class ScoreBody(GroupedBody):
-    """Response with the scores of all pairs, in the form of `write`. A subclass computes the scores."""
+    """Response with the scores of all pairs, in the body that `write` returns. A subclass computes the scores."""
 
     def __init__(self, groups: list[InflightRequest], write: Write, context: ApiContext) -> None:
         super().__init__(groups, context)

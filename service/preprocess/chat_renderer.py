@@ -141,8 +141,8 @@ class ChatPrompts:
             continue_final_message: end the prompt with the content of the final message.
 
         Raises:
-            InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
-            EngineFailed: the template failed, and the client passed no variables that may be the cause.
+            InvalidRequest: the server has no template, or the conversation, its tools or `more` cannot be rendered.
+            EngineFailed: the template failed, and the client passed no tools or variables that may be the cause.
             Overloaded: too many conversations wait for the thread, or this conversation waited too long.
         """
         ids, _ = await self._render(

@@ -127,12 +127,12 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
 def _read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[ServedAdapter]:
     """Yield the adapters of --lora, read whole and checked.
 
-    Raises SettingsError if an adapter has the base model's name, and CheckpointError if its files cannot be used.
+    Raises SettingsError if an adapter has a name or alias of the base model, and CheckpointError for unusable files.
     """
     taken = (settings.model_name or manifest.name, *settings.model_alias)
     for name, _, directory in (each.partition("=") for each in settings.lora):
         if name in taken:
-            raise SettingsError(f"--lora {name}={directory}: {name} is the base model's name; choose another")
+            raise SettingsError(f"--lora {name}={directory}: {name} is a name of the base model; choose another")
         key, path = read_adapter(Path(directory), manifest).key, Path(directory).resolve()
         created_seconds = int(path.stat().st_mtime)
         yield ServedAdapter(name=name, directory=str(path), key=key, created_seconds=created_seconds)

@@ -189,7 +189,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """True if the prompt ends with the beginning of an assistant message."""
+        """True if the prompt ends with the header of a new assistant message.
+
+        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
+        """
         return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
 
 
@@ -249,5 +252,8 @@ class TokenizeRequest(RequestModel):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """True if the rendered messages end with the beginning of an assistant message."""
+        """True if the rendered messages end with the header of a new assistant message.
+
+        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
+        """
         return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
