@@ -1,4 +1,4 @@
-"""Command `kvasir families`: the supported model families, what each supports, and when that was proved."""
+"""Command `kvasir families`: the supported model families, what each supports, and the date of its parity proof."""
 
 import json
 from collections.abc import Mapping

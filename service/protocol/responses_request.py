@@ -499,11 +499,13 @@ def _message(**fields: Any) -> Message:
 
 
 def _call(item: InputFunctionCall, number: int) -> PastToolCall:
-    """Return a function call in the form of chat completions. Raises InvalidRequest if its arguments are no object."""
+    """Return a function call in the form of chat completions. Raises InvalidRequest for bad arguments."""
     function = CalledFunction(name=item.name, arguments=item.arguments)
     if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"
-        raise InvalidRequest(f"{param} must be a JSON object as text", param=param)
+        raise InvalidRequest(
+            f"{param} must be a JSON object as text, with at most 20,000 lists and objects", param=param
+        )
     return PastToolCall(id=item.call_id, function=function)
 
 

@@ -62,7 +62,10 @@ class EngineClient:
         return sum(isinstance(request, InflightQuery) for request in self._requests)
 
     def submit(self, request: Inflight) -> None:
-        """Admit and send a request, or send an attention query without admission. An exception leaves no state."""
+        """Admit and send a request, or send an attention query without admission. An exception leaves no state.
+
+        Raises `Overloaded` if the request is not admitted, and ModelNotFound if its adapter has been unloaded.
+        """
         self.adapters.acquire(request.adapter)
         try:
             self._submit(request)

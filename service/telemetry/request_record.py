@@ -29,7 +29,7 @@ _MAX_PATH: Final = 200  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The engine's part of a request: choices, token counts, and times in seconds; None for a phase without an end.
+    """The engine's part of a request: choices, token counts, and times in seconds; None for a phase that has not ended.
 
     queue_seconds, prefill_seconds: of the choice with the earliest first token.
     decode_seconds: the longest time of a choice from its first to its last token, which starts at `decode_start`.
