@@ -499,7 +499,7 @@ def _message(**fields: Any) -> Message:
 
 
 def _call(item: InputFunctionCall, number: int) -> PastToolCall:
-    """Return a function call in the form of chat completions. Raises InvalidRequest for bad arguments."""
+    """Return a call in the form of chat completions. Raises InvalidRequest for arguments that are no JSON object."""
     function = CalledFunction(name=item.name, arguments=item.arguments)
     if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"
