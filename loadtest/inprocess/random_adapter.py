@@ -1,8 +1,9 @@
-"""Random LoRA adapter in PEFT's format, to try adapters without training one.
+"""Writer of a random LoRA adapter in PEFT's format, to try adapters without training one.
 
 python -m loadtest.inprocess.random_adapter DIR OUT [RANK]
 
-The adapter changes the queries and values of every layer of a Hugging Face directory, as PEFT's adapters do by default.
+DIR is the model's Hugging Face directory, and OUT the directory to write. The adapter, of rank RANK (default: 8),
+changes the queries and values of every layer, as PEFT's adapters do by default.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Models of random weights, for benchmarks without a checkpoint: speed depends on shapes, not on trained values.
 
 Torch is imported only to write a checkpoint. Shapes named after Qwen2 and Qwen3 have their architecture, and Gemma's
-sizes have Qwen3's, which every compared engine can run. The other shapes have Llama's. "qwen3-moe" has half of
-Qwen3-30B-A3B's sizes, and a third of its layers.
+sizes have Qwen3's, which every compared engine can run. The other shapes have Llama's. "qwen3-moe" has half
+of Qwen3-30B-A3B's widths and heads, a third of its layers, a quarter of its experts and a smaller vocabulary.
 """
 
 import dataclasses

@@ -76,7 +76,10 @@ class WorkFormula:
         self._query_sizes = [config.num_heads * config.head_dim_of(layer) for layer in self._layers]
 
     def _weight_bytes(self, num_rows: int) -> int:
-        """Return the bytes of the weights that a step reads: of experts, those that random rows need on average."""
+        """Return the bytes of the weights that a step of `num_rows` tokens reads.
+
+        Of the experts, a step reads those that its tokens use, here the mean number for random choices.
+        """
         read = 1 - (1 - self._expert_share) ** num_rows
         return round((self.num_multiplied + self._num_expert_weights * (read - self._expert_share)) * self._value_bytes)
 

@@ -118,7 +118,7 @@ def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a peer has figures in a cell of the results, and their pairs were measured undisturbed."""
+    """Return True if a peer's figures in a cell have a ratio, and so no error, and were measured undisturbed."""
     return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 
@@ -211,7 +211,10 @@ def _pins(environment: str) -> list[str]:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Install the peers, compare them with Kvasir, and return all figures, also after an interruption."""
+    """Install the peers, compare them with Kvasir, and return all figures, also after an interruption.
+
+    A peer that cannot be installed is listed as unavailable. Raises ValueError for less than one round or thread.
+    """
     if min(arguments.rounds, arguments.threads) < 1:
         raise ValueError("--rounds and --threads must be at least 1")
     files, peers = PeerFiles(arguments.directory), [peer for peer in PEERS if peer.name in arguments.peers]
@@ -250,7 +253,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return the exit code: 0; 1 after an interruption, although the JSON is written then too."""
+    """Run the benchmark. Return 0; 1 after a failure, or an interruption, whose figures so far are written too."""
     names = [peer.name for peer in PEERS]
     options = {
         "shapes": (["qwen3-0.6b", "llama-3.2-1b"], "model shapes", SHAPE_SIZES),

@@ -138,7 +138,7 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
 
 
 def _largest_cache(cell: Cell) -> int:
-    """Return the KV-cache bytes of the largest cell with this model and precision: one engine serves all of them."""
+    """Return the KV-cache bytes of the largest cell with this cell's model and precision, which share one engine."""
     return max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
 
 
@@ -181,7 +181,7 @@ def install(files: PeerFiles, environment: str) -> None:
 
 
 def _write_our_model(files: PeerFiles, cell: Cell) -> None:
-    """Write a Kvasir checkpoint of random bfloat16 weights, and the export that the peers' converters read."""
+    """Write a Kvasir checkpoint of random weights, and an export for the peers' converters, unless they exist."""
     ours, exported = files.model(cell, "ours"), files.model(cell, "hugging_face")
     if not (ours / "manifest.json").is_file():
         write_random_checkpoint(ours, cell.shape, dtype="bfloat16")
@@ -236,7 +236,7 @@ def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
 
 
 def _openvino_weights(files: PeerFiles, cell: Cell) -> tuple[Path, str, str]:
-    """Return the directory for OpenVINO's model, its precision hint, and the export flags from --weight-format on."""
+    """Return the directory for OpenVINO's model, the precision hint, and the value of --weight-format, plus flags."""
     form = _FORMATS[cell.precision].openvino
     assert form is not None, "the peer supports this cell"
     return files.model(cell, f"openvino_{form[1].split()[0]}"), *form

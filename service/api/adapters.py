@@ -29,7 +29,10 @@ class Adapters:
         self._loading = asyncio.Lock()  # loading takes much memory
 
     async def load(self, request: Request) -> Response:
-        """Handle `POST /v1/load_lora_adapter`. When the response is sent, requests can name the adapter."""
+        """Handle `POST /v1/load_lora_adapter`: check an adapter's files. From the response on, requests can name it.
+
+        The worker reads the files again. If that fails, the requests that name the adapter get the error.
+        """
         asked = LoadAdapterRequest.parse(await self._context.read_body(request))
         directory = self._resolve(asked.lora_path)
         async with self._loading:
@@ -47,7 +50,10 @@ class Adapters:
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload(self, request: Request) -> Response:
-        """Handle `POST /v1/unload_lora_adapter`. Requests that already use the adapter continue."""
+        """Handle `POST /v1/unload_lora_adapter`. Unfinished requests that use the adapter continue.
+
+        Raises ModelNotFound if no adapter has the name.
+        """
         asked = UnloadAdapterRequest.parse(await self._context.read_body(request))
         self._root()
         if self._context.adapters.find(asked.lora_name) is None:
@@ -61,7 +67,10 @@ class Adapters:
         return root.resolve()
 
     def _resolve(self, path: str) -> Path:
-        """Return the directory of a request's path, absolute or relative to --lora-dir. It must be below --lora-dir."""
+        """Return the directory of a request's path, which is absolute or relative to --lora-dir.
+
+        Raises InvalidRequest if the directory, after symbolic links, is not below --lora-dir.
+        """
         root = self._root()
         try:
             directory = Path(os.path.realpath(root / path))
@@ -74,7 +83,7 @@ class Adapters:
     def _check_name(self, name: str) -> None:
         processor = self._context.processor
         if name in (processor.model_name, *processor.aliases):
-            raise InvalidRequest(f"lora_name: {name!r} is the base model's name; choose another", param="lora_name")
+            raise InvalidRequest(f"lora_name: {name!r} is a name of the base model; choose another", param="lora_name")
         if self._context.adapters.find(name) is not None:
             raise InvalidRequest(f"lora_name: {name!r} is loaded already; unload it first", param="lora_name")
 

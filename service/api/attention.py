@@ -126,7 +126,10 @@ class Inspection:
             )
 
     def _plan(self, asked: AttentionRequest) -> AttentionQuery:
-        """Return the query for the worker. Raises an `ApiError` for an unknown model, layer or head or a bad prompt."""
+        """Return the query for the worker.
+
+        Raises an `ApiError` for an adapter, an unknown model, layer or head, and a prompt that is invalid or too long.
+        """
         processor = self._context.processor
         if processor.adapter_key(asked.model):
             raise errors.InvalidRequest(

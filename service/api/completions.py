@@ -83,7 +83,8 @@ class Completions:
     ) -> tuple[list[Choice], ChatPlan | None]:
         """Return the choices to submit for a request, and its `ChatPlan`, None for a request without a conversation.
 
-        Raises an `ApiError` if the request is invalid. `size`: bytes of the body.
+        Raises an `ApiError` if the request is invalid, or if it cannot be prepared, as when too many requests wait for
+        the chat template. `size`: bytes of the body.
         """
         context, processor = self._context, self._context.processor
         processor.check(asked)

@@ -98,7 +98,7 @@ class ApiContext:
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
 
     def readiness(self) -> Readiness:
-        """Return the response body of `/ready`: the service's state, and expected seconds until ready or drained."""
+        """Return the response body of `/ready`: the state, and seconds until ready or drained, None if unknown."""
         now, lifecycle, worker = time.monotonic(), self.lifecycle, self.worker
         serving = worker if worker is not None and worker.epoch >= lifecycle.epoch.value else None
         state: Literal["ready", "loading", "draining", "stalled"] = "ready"

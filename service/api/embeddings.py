@@ -121,7 +121,7 @@ class GroupedBody(Delivery):
         await self._send_body(send, await asyncio.to_thread(self._encode))
 
     async def _submit(self, group: InflightRequest) -> None:
-        """Submit the request's next group of texts as soon as there is capacity.
+        """Submit the request's next group of texts. While the server is overloaded, wait and retry.
 
         The previous, computed group counts as unfinished until then, so that a shutdown waits for the request. Raises
         ClientGone if the client disconnects.

@@ -46,7 +46,7 @@ class MessagesBuilder(ChatBuilder):
         self._stop_sequence: str | None = None
 
     def body(self, wholes: Any, usage: responses.Usage, timings: responses.Timings) -> Any:
-        """Return the message as a struct. A call that was cut off has the `input` {}, since its JSON is incomplete."""
+        """Return the response body, not yet encoded. A tool call that was cut off has the `input` {}."""
         ((choice, delta),) = wholes
         blocks: list[OutputBlock] = []
         arguments: dict[int, str] = {}  # JSON text, by the block's index

@@ -58,9 +58,9 @@ class RouteEntry:
     """One route of the API.
 
     handler: attribute path from `Frontend` to the handler ("completions.complete_chat"); "": FastAPI handles the route.
-    content: struct of the JSON response; for a response that is not JSON, its media type.
+    content: class of the JSON response's body; for a response that is not JSON, its media type.
     is_list: the response is a JSON list of `content`.
-    event: struct of each event's data, if the response can be a stream.
+    event: class of each event's data, if the response can be a stream.
     request: model of the JSON request body, if the route reads a body.
     errors: classes of error responses, besides the errors that every route can return.
     examples: example request bodies by name.

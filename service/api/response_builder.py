@@ -114,7 +114,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
-        """Return the stream event of a text of this kind, not yet encoded. Of a CALL, the text is the tool's name."""
+        """Return the stream event of a text of this kind, not yet encoded. For a CALL, `text` is the tool's name."""
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
         """Return the encoded events after the last choice has ended: usage, unless it is None, and [DONE]."""
@@ -345,9 +345,9 @@ class ChatBuilder(ResponseBuilder):
         return f"call_{digest}" if length is None else digest[:length]
 
     def _finish_fields(self, choice: Choice, finish: Finish | None) -> tuple[ChatFinishReason | None, str | int | None]:
-        """Return the fields `finish_reason` and `stop_reason`. After complete tool calls, the first is `tool_calls`.
+        """Return the fields `finish_reason` and `stop_reason`. After complete tool calls, the reason is `tool_calls`.
 
-        It is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
+        The reason is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
         """
         reason, stop = _finish_fields(finish)
         parser = self._parsers.get(choice.index)
@@ -359,7 +359,7 @@ class ChatBuilder(ResponseBuilder):
 
 
 def _finish_fields(finish: Finish | None) -> tuple[Literal["stop", "length"] | None, str | int | None]:
-    """Return the fields `finish_reason` and `stop_reason` (matched stop string or token id). None before the end."""
+    """Return the fields `finish_reason` (None before the end) and `stop_reason` (matched stop string or id, if any)."""
     if finish is None:
         return None, None
     return "stop" if finish.reason is FinishReason.STOP else "length", finish.stop_reason

@@ -63,7 +63,10 @@ class ResponsesApi:
         return self._run(record, response, is_stream=bool(asked.stream))
 
     def _conversation(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
-        """Return a stored response's input and output items. Raises an `ApiError` if it is not stored or unfinished."""
+        """Return a stored response's input and output items.
+
+        Raises ResponseNotFound if it is not stored, and InvalidRequest if it is not finished.
+        """
         record = self.store.get(response_id, tenant, param="previous_response_id")
         if not record.is_finished:
             raise InvalidRequest(
@@ -73,9 +76,9 @@ class ResponsesApi:
         return record.conversation()
 
     def _record(self, asked: ResponsesRequest, tenant: str, earlier: list[dict[str, Any]]) -> StoredResponse | None:
-        """Return a new record for the response, which stores it when it ends; None if it is not to be stored.
+        """Return a new record, which puts the response into the store when it ends; None if it is not to be stored.
 
-        Raises an `ApiError` if the request needs the store and it is off, or if it is full.
+        Raises an `ApiError` if the request needs the store but the store is off, or if the store has no room.
         """
         if asked.store is False or not self.store.is_on:
             if asked.store or asked.background:
@@ -115,7 +118,10 @@ class ResponsesApi:
         return BufferedResponseReplay(record.events, is_again=False) if is_stream else _json(state)
 
     async def read(self, request: Request, response_id: str) -> Response:
-        """Handle `GET /v1/responses/{response_id}`: the response so far; or a background response's event stream."""
+        """Handle `GET /v1/responses/{response_id}`: return the response so far.
+
+        With the query parameter `stream=true`, return the event stream of a background response instead.
+        """
         record = self.store.get(response_id, _tenant(request))
         if (streams := request.query_params.get("stream", "false").lower()) not in ("true", "false"):
             raise InvalidRequest("stream must be true or false", param="stream")
@@ -137,7 +143,10 @@ class ResponsesApi:
         return json_response(DeletedResponse(id=response_id))
 
     async def cancel(self, request: Request, response_id: str) -> Response:
-        """Handle `POST /v1/responses/{response_id}/cancel`. Cancel a background response that runs, and return it."""
+        """Handle `POST /v1/responses/{response_id}/cancel`. Cancel a background response, and return it.
+
+        A response that has ended is returned as it is. Raises InvalidRequest for one that is not a background response.
+        """
         record = self.store.get(response_id, _tenant(request))
         if record.events is None:
             raise InvalidRequest(

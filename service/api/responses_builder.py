@@ -76,13 +76,16 @@ class ResponsesBuilder(ChatBuilder):
             record.begin(self._id, self.snapshot)
 
     def body(self, wholes: Any, usage: responses.Usage, timings: responses.Timings) -> Any:
-        """Return the finished response as a struct, as in a stream's last event. Store it if it has a record."""
+        """Return the finished response, not yet encoded. Store it if the builder has a record."""
         ((choice, delta),) = wholes
         self.events(choice, delta, is_first=True)
         return self._end(usage, timings)
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Any]:
-        """Return a delta's events; with `is_first`, after `response.created`. The last delta ends the open item."""
+        """Return a delta's events; with `is_first`, after the two events that begin a stream.
+
+        The last delta ends the open item.
+        """
         events = []
         if is_first:
             begun = self._response("in_progress")
@@ -105,7 +108,10 @@ class ResponsesBuilder(ChatBuilder):
         return encode_event(event, b"event: %b\ndata: " % event.type.encode())
 
     def error_event(self, error: ApiError) -> bytes:
-        """Store the response as failed. Return the encoded `response.failed`, or `error` if no event came before."""
+        """Store the response as failed, if the builder has a record.
+
+        Return the encoded event `response.failed`, or `error` if no event came before.
+        """
         response = self._response("failed")
         response.error = response_failure(error)
         self._keep(response)
@@ -114,13 +120,13 @@ class ResponsesBuilder(ChatBuilder):
         return self.encode(self._event("error", code=error.code, message=error.message, param=error.param))
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
-        """Return the encoded last event, which has the finished response. Store the response if it has a record."""
+        """Return the encoded last event, with the finished response. Store it if the builder has a record."""
         assert usage is not None
         response = self._end(usage, timings)
         return [self.encode(self._event(f"response.{response.status}", response=response))]
 
     def snapshot(self, *, error: ApiError | None = None, is_cancelled: bool = False) -> bytes:
-        """Return the JSON of the response so far: as queued or running, with `error` as failed, or as cancelled."""
+        """Return the JSON of the response so far: as failed with `error`, as cancelled, else as queued or running."""
         if error is None and not is_cancelled:
             return encode(self._response("in_progress" if self._num_events else "queued"))
         response = self._response("cancelled" if error is None else "failed")
@@ -252,7 +258,7 @@ class ResponsesBuilder(ChatBuilder):
         )
 
     def _end(self, usage: responses.Usage, timings: responses.Timings) -> ModelResponse:
-        """Return the finished response, with usage and timings, and store it if it has a record."""
+        """Return the finished response, with usage and timings, and store it if the builder has a record."""
         response = self._response("incomplete" if self._is_cut else "completed")
         response.usage, response.timings = response_usage(usage), timings
         if self._is_cut:

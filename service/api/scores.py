@@ -148,7 +148,7 @@ class Scores:
 
 
 class ScoreBody(GroupedBody):
-    """Response with the scores of all pairs, in the form of `write`. A subclass computes the scores."""
+    """Response with the scores of all pairs, in the body that `write` returns. A subclass computes the scores."""
 
     def __init__(self, groups: list[InflightRequest], write: Write, context: ApiContext) -> None:
         super().__init__(groups, context)
@@ -244,7 +244,7 @@ def _choice(index: int, submit: Submit) -> Choice:
 
 
 def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: float, adapter: str) -> Submit:
-    """Return the engine command to generate `answer_id` after a prompt, with its logprob and the likeliest tokens'."""
+    """Return the engine command to generate `answer_id` after a prompt, with its logprob and those of the likeliest."""
     params = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS, allowed_token_ids=(answer_id,)
     )

@@ -19,7 +19,10 @@ def main() -> int:
 
 
 def start_worker() -> "WorkerProcess | None":
-    """For `kvasir serve`, start the worker, which imports torch while this process imports and reads the flags."""
+    """Start the worker of `kvasir serve`, which imports torch while this process imports and reads the flags.
+
+    Return None for other commands and for help, and if no process can be started now.
+    """
     if sys.argv[1:2] != ["serve"] or {"-h", "--help"} & set(sys.argv):
         return None
     import_module("service.config.library_environment").set_library_environment()

@@ -37,7 +37,7 @@ class BatchLine:
 
 
 def main(settings: BatchSettings) -> int:
-    """Run `kvasir batch` and return the exit code: 0 if every response has status 200, else 1."""
+    """Run `kvasir batch` and return the exit code: 0 if every line got a response of status 200, else 1."""
     num_lines, bad_lines = _check_ids(settings.input)
     with ExitStack() as stack:
         output = stack.enter_context(BatchOutput.open(settings.output, bad_lines))
@@ -120,7 +120,9 @@ def _read_line(number: int, text: bytes) -> BatchLine:
         return BatchLine(number=number, custom_id=None, error=f"not valid JSON: {error}; correct the line")
     custom_id = values.get("custom_id") if isinstance(values, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
-        return BatchLine(number=number, custom_id=None, error="custom_id must be a text that is not empty; add it")
+        return BatchLine(
+            number=number, custom_id=None, error="custom_id must be a text that is not empty, in an object; add it"
+        )
     url, body, reason = values.get("url"), values.get("body"), None
     if values.get("method") != "POST":
         reason = 'method must be "POST"; correct it'

@@ -114,7 +114,7 @@ class ChatClient:
 
 
 def visible(text: str) -> str:
-    """Return a text with the replacement character for control characters, which could change the terminal."""
+    """Return a text with U+FFFD for control characters, except line breaks and tabs. They could change the terminal."""
     return "".join(
         char if char in _KEPT or unicodedata.category(char) not in _INVISIBLE else "\N{REPLACEMENT CHARACTER}"
         for char in text

@@ -111,7 +111,8 @@ def _context_length(settings: EvalSettings, config: ModelConfig) -> int:
 def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
     """Return the documents to evaluate, by source: held-out documents of the recipe, and the files of `--texts`.
 
-    Sources without documents are left out. Raises SettingsError for equal names, or a recipe without such documents.
+    Each has at most --max-documents, evenly spaced. Sources without documents are left out. Raises SettingsError for
+    equal names, and if there are no documents although a recipe is given.
     """
     recipe = () if settings.config is None else load_train_config(settings.config).sources
     sources = [source for source in recipe if source.held_out or source.held_out_ids]

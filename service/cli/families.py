@@ -1,4 +1,4 @@
-"""Command `kvasir families`: the supported model families, what each supports, and the date of its proof."""
+"""Command `kvasir families`: the supported model families, what each supports, and the date of its parity proof."""
 
 import json
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ _DEFAULT_ROPE = "default"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyFacts:
-    """Variants of a family that its reader accepts, and the date of the proof of its parity with transformers.
+    """Variants of a model family that the reader of its config.json accepts, and proofs of parity with transformers.
 
-    has_windows: sliding windows. has_biases: biases of q, k and v.
     rope_types: types of rotary embeddings; empty: none.
-    proved: date of the oldest of the proved checks; empty: none is proved. checks: names of these.
+    has_windows, has_biases, has_gguf: sliding windows, biases of q, k and v, and GGUF files are supported.
+    checks: names of the checks that passed. proved: date of the check that passed longest ago; empty: none passed.
     """
 
     model_type: str
@@ -72,7 +72,7 @@ def main(settings: FamiliesSettings) -> int:
 
 
 def family_facts(family: ModelFamily) -> FamilyFacts:
-    """Return what a family supports, by reading small configs of it, and its proof."""
+    """Return what a family supports, found by trying small configs with its reader, and its passed checks."""
     proof = read_proofs().get(family.model_type, {})
     return FamilyFacts(
         model_type=family.model_type,
@@ -88,7 +88,7 @@ def family_facts(family: ModelFamily) -> FamilyFacts:
 
 
 def _accepts_activation(family: ModelFamily, name: str) -> bool:
-    """Return whether a key of the family sets its activation to this name: a key that it ignores accepts no name."""
+    """Return whether the family has a key that accepts this activation, and rejects a name that does not exist."""
     return any(
         _read(family, {key: name}) is not None and _read(family, {key: "no activation"}) is None
         for key in _ACTIVATION_KEYS
@@ -96,7 +96,10 @@ def _accepts_activation(family: ModelFamily, name: str) -> bool:
 
 
 def _accepts_rope(family: ModelFamily, kind: str) -> bool:
-    """Return whether the family knows a type of rotary embedding. It may reject that the type's numbers are missing."""
+    """Return whether the family knows a type of rotary embedding, and rejects a type that does not exist.
+
+    Another error, such as that the type's parameters are missing, does not matter.
+    """
     problems = [_problem(family, {"rope_scaling": {"rope_type": name}}) for name in (kind, "no type")]
     return "rope_type=" not in problems[0] and "rope_type=" in problems[1]
 
@@ -121,6 +124,6 @@ def _problem(family: ModelFamily, values: Mapping[str, Any]) -> str:
 
 
 def _values_of(family: ModelFamily, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json of a family; the values are in `text_config` if parts of the family are left out."""
+    """Return a config.json with these values: in `text_config` if the family has parts that are not served."""
     inner = {"text_config": dict(values)} if family.left_out else dict(values)
     return {"model_type": family.model_type, **inner}

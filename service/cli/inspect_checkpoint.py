@@ -32,9 +32,9 @@ _STREAM_LENGTHS = (1024, 8192, 32_768)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Findings:
-    """Parts of a checkpoint; None for a part that cannot be used, for which `refusals` has a line.
+    """Parts of a checkpoint. None: the part, or another that it needs, cannot be used; `refusals` says why.
 
-    warnings: keys and files that are ignored.
+    warnings: keys and files that are ignored, a line each.
     refusals: reasons why the checkpoint would not be served, a line each.
     """
 
@@ -46,7 +46,7 @@ class Findings:
     refusals: list[str] = dataclasses.field(default_factory=list)
 
     def attempt(self, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`; None after an error, whose line is added to `refusals`."""
+        """Return the result of `read`; None after an error, which `refusals` then has as a line, only once."""
         try:
             return read()
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -72,7 +72,10 @@ def main(settings: InspectSettings) -> int:
 
 
 def examine(settings: InspectSettings) -> Findings:
-    """Read everything that a server reads before the weights. Raises CheckpointError if the path is no checkpoint."""
+    """Read what a server reads before the weights; with --verify, all files. Errors become lines of `refusals`.
+
+    Raises CheckpointError if the path is no checkpoint at all.
+    """
     path = settings.checkpoint
     if not is_gguf(path) and not any((path / name).is_file() for name in (CONFIG_FILE, MANIFEST_FILE)):
         read_manifest(path)  # raises: no checkpoint
@@ -172,7 +175,7 @@ def _family(manifest: Manifest) -> str:
 
 
 def _stored(found: Findings) -> str | None:
-    """Return the format of most stored weights, such as BF16; None if the headers cannot be used."""
+    """Return the dtype of most weights in the files, such as BF16, or their quantization; None without an engine."""
     manifest = found.manifest
     if manifest is None or found.engine is None:
         return None
@@ -193,7 +196,7 @@ def _streams(engine: EngineForecast) -> dict[int, int]:
 
 
 def _serving_rows(engine: EngineForecast | None, manifest: Manifest) -> Rows:
-    """Yield rows on the engine that `kvasir serve` would build on this machine with its defaults."""
+    """Yield rows on the engine that `kvasir serve` would build here with its defaults; no rows if it could not."""
     if engine is None:
         return
     facts, layers = engine.facts, manifest.config.num_layers

@@ -68,7 +68,7 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None, *, worker: WorkerProcess | None = None) -> int:
     """Run one command and return its exit code: 0 success, 1 failure, 2 invalid arguments, 130 interrupted.
 
-    worker: worker process for `kvasir serve` that has been started already.
+    worker: worker process that was started for `kvasir serve`; None: the command starts one.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):

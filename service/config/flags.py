@@ -147,7 +147,7 @@ def flag_of(name: str) -> str:
 
 
 def variable_of(name: str) -> str:
-    """Return the environment variable of a settings field, such as KVASIR_MAX_THING."""
+    """Return the environment variable of a settings field, such as KVASIR_MAX_THING, without a last underscore."""
     return PREFIX + name.rstrip("_").upper()
 
 

@@ -19,6 +19,9 @@ LIBRARY_ENVIRONMENT = {
 
 
 def set_library_environment() -> None:
-    """Set the variables that the environment lacks, for torch in this process, if imported later, or in a worker."""
+    """Set the variables of `LIBRARY_ENVIRONMENT` that are not set yet. Call before torch is imported.
+
+    Processes that this process starts later inherit the variables.
+    """
     for variable, value in LIBRARY_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)

@@ -209,7 +209,7 @@ class ServeSettings(ModelSettings):
     def _check_lora(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         names = [name for name, _, directory in (adapter.partition("=") for adapter in value) if name and directory]
         if len(names) < len(value) or len(set(names)) < len(names) or not all(map(str.isprintable, names)):
-            raise ValueError("must be NAME=DIR, with another NAME for each adapter")
+            raise ValueError("must be NAME=DIR, with a printable NAME, and another for each adapter")
         return value
 
     @field_validator("lora_dir")
@@ -281,8 +281,8 @@ class GenerateSettings(ModelSettings):
 
 
 class FamiliesSettings(CommandSettings):
-    """List the model families that are claimed: what the reader of config.json accepts of each, whether GGUF files are
-    read, and the date of the last proof of parity with the transformers library, by `make families`.
+    """List the supported model families: what the reader of config.json accepts of each, whether its GGUF files are
+    read, and the date of its oldest proof of parity with the transformers library, which `make families` renews.
     """
 
     json_: bool = option("view", False)
@@ -291,8 +291,9 @@ class FamiliesSettings(CommandSettings):
 
 class InspectSettings(CheckpointSettings):
     """Show a checkpoint and how it would be served on this machine: family, shape, memory, streams, tokens, files,
-    training, and everything that `kvasir serve` would reject. Only headers are read, no weights. `kvasir inspect
-    params` counts the parameters of every matrix. `kvasir inspect attention` shows the attention weights of a prompt.
+    training, and everything that `kvasir serve` would reject. Without --verify, only headers are read, no weights.
+    `kvasir inspect params` counts the parameters of every matrix. `kvasir inspect attention` shows the attention
+    weights of a prompt.
     """
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint",)

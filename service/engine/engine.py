@@ -179,7 +179,10 @@ class Engine:
             self._scheduler.finish_uncomputed(sequence, FinishReason.STOP, stop)
 
     def load_adapter(self, command: LoadAdapter) -> None:
-        """Read an adapter and keep it until `unload_adapter`. If that fails, its sequences get the error."""
+        """Read an adapter, unless it is loaded, and keep it until `unload_adapter`.
+
+        If the adapter cannot be read, no exception is raised: sequences that use it end with the error.
+        """
         assert self._read_adapter is not None
         if command.key in self._runner.adapters:
             return
@@ -196,7 +199,7 @@ class Engine:
             logger.error("an adapter could not be loaded, so its requests fail: %s", message)
 
     def unload_adapter(self, key: str) -> None:
-        """Free an adapter that no sequence uses."""
+        """Free an adapter. Call only when no sequence uses it. Unknown keys are ignored."""
         self._adapter_errors.pop(key, None)
         self._runner.adapters.remove(key)
 

@@ -69,7 +69,7 @@ class AttentionQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_
 
 
 class LoadAdapter(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Command to load the LoRA adapter of a directory. `key`: digest of its files, which the worker checks."""
+    """Command to load the LoRA adapter of a directory. `key`: digest that the adapter's files must have."""
 
     key: str
     directory: str

@@ -223,7 +223,7 @@ class Metrics:
         self._metric("api_tasks").set(num_tasks)
 
     def observe_adapters(self, *, running: Iterable[str], waiting: Iterable[str], num_loaded: int) -> None:
-        """Set the gauge of LoRA adapters to the names of those that unfinished requests use."""
+        """Set the labels of the gauge of LoRA adapters to these names and this number, and its value to the time."""
         self._clear("lora_requests_info")  # labels of the last scrape
         self._metric("lora_requests_info", ",".join(running), ",".join(waiting), str(num_loaded)).set(time.time())
 

@@ -29,7 +29,7 @@ class ChatFormat:
     reasoning: format of the model's reasoning, such as <think> tags around it; None: the model does not reason.
     tools_go_to: input of the chat template that has the tools. variable: `tools`. message: the field `tools` of the
         system message, as JSON text (Phi-4-mini). text: the template has no tools, so Kvasir writes them into messages.
-    is_plain: the model has no chat template, and --tool-format is auto: the model was not trained for tools.
+    is_plain: the plain chat template is used and --tool-format is auto, so the model's format of calls is unknown.
     arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.
     variables: names of variables that the template reads.
     mark_ids: token ids of the tags of tool calls and reasoning, such as <think>, that are single tokens; by text.

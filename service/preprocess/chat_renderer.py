@@ -88,8 +88,8 @@ class ChatPrompts:
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)
         if strict is not None and form.is_plain:
             raise InvalidRequest(
-                f"tools: {strict!r} is strict, but this model has no chat template; leave out strict, or start the "
-                "server with --tool-format",
+                f"tools: {strict!r} is strict, but this model has no chat template in use; leave out strict, or start "
+                "the server with --tool-format",
                 param="tools",
             )
         more = dict(asked.chat_template_kwargs or {})
@@ -141,8 +141,8 @@ class ChatPrompts:
             continue_final_message: end the prompt with the content of the final message.
 
         Raises:
-            InvalidRequest: the server has no template, or the template or tokenizer rejects the conversation.
-            EngineFailed: the template failed, and the client passed no variables that may be the cause.
+            InvalidRequest: the server has no template, or the conversation, its tools or `more` cannot be rendered.
+            EngineFailed: the template failed, and the client passed no tools or variables that may be the cause.
             Overloaded: too many conversations wait for the thread, or this conversation waited too long.
         """
         ids, _ = await self._render(
@@ -166,7 +166,8 @@ class ChatPrompts:
     ) -> tuple[list[int], bool | None]:
         """Return the prompt token ids of a conversation, and the value of `is_reasoning` for `OutputParser`.
 
-        This value says if the prompt ends within reasoning. Raises the errors of `encode`.
+        The value is True if the prompt ends within reasoning, False after reasoning, and None if the model decides.
+        Raises the errors of `encode`.
         """
         if self._template is None:
             raise InvalidRequest(

@@ -75,7 +75,7 @@ class RequestProcessor:
         return adapter.key
 
     def response_name(self, name: str | None) -> str:
-        """Return the model's name for the response to a request that names `name`: the adapter's, else the base's."""
+        """Return the model name for a response: `name` if it is an adapter's, else the served model's, not an alias."""
         return self.model_name if name is None or self.is_base(name) else name
 
     def plan(
@@ -157,9 +157,10 @@ class RequestProcessor:
     def _fill_in_middle(
         self, request: CompletionRequest, suffix: str, params: SamplingParams
     ) -> tuple[Iterator[list[int]], SamplingParams]:
-        """Return a request's prompts as token ids with the suffix, and `params` with the format's end tokens.
+        """Return a request's prompts, as token ids joined with the suffix in the model's fill-in-the-middle format.
 
-        The prompts are made from token ids one by one, so no client's text can become a marker.
+        Also return `params`, with the format's end tokens as stop tokens unless `ignore_eos` is set. Texts are encoded
+        one by one, so none can become a token of the format. Raises InvalidRequest if the model has no such format.
         """
         form = find_fill_in_middle(self.tokenizer)
         if form is None:
@@ -187,7 +188,10 @@ class RequestProcessor:
         return (begin + form.join(prefix_ids, suffix_ids) for prefix_ids in prompts), params
 
     def _encode_beside_gap(self, text: str, param: str, form: FillInMiddle) -> list[int]:
-        """Return the token ids of a prompt or suffix. Raises InvalidRequest if a marker is among them."""
+        """Return the token ids of a prompt or suffix. Raises InvalidRequest if it is too long.
+
+        Raises InvalidRequest too if the text has a token of the fill-in-the-middle format, which only the server adds.
+        """
         if (at_least := self._least_tokens(text)) > self.max_context_length:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {self.max_context_length} tokens, but {param} has at least "
@@ -468,7 +472,7 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float]:
 
 
 def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> None:
-    """Raise InvalidRequest if `bad_words` or `min_tokens` forbids every token of `allowed_token_ids` as the first."""
+    """Raise InvalidRequest if `bad_words` and `min_tokens` forbid every token of `allowed_token_ids` as the first."""
     if not params.allowed_token_ids or not params.max_tokens:
         return
     forbidden = {word[0] for word in params.bad_word_ids if len(word) == 1}

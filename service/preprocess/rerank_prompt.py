@@ -60,7 +60,9 @@ class RerankPrompt:
 
 
 def read_rerank_prompt(settings: ServeSettings, tokenizer: Tokenizer) -> RerankPrompt | None:
-    """Return the prompt of --score-method yes-no; None if scores are similarities of embeddings.
+    """Return the prompt of yes-no scores; None if scores are similarities of embeddings.
+
+    With --score-method auto, scores are yes-no if there is a template, and `yes` and `no` are one token each.
 
     Raises:
         SettingsError: --score-method yes-no without a template, or with a tokenizer that splits `yes` or `no`.

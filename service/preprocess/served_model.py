@@ -125,11 +125,14 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
 
 
 def _read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[ServedAdapter]:
-    """Yield the adapters of --lora, read whole and checked. Raises SettingsError and CheckpointError."""
+    """Yield the adapters of --lora, read whole and checked.
+
+    Raises SettingsError if an adapter has a name or alias of the base model, and CheckpointError for unusable files.
+    """
     taken = (settings.model_name or manifest.name, *settings.model_alias)
     for name, _, directory in (each.partition("=") for each in settings.lora):
         if name in taken:
-            raise SettingsError(f"--lora {name}={directory}: {name} is the base model's name; choose another")
+            raise SettingsError(f"--lora {name}={directory}: {name} is a name of the base model; choose another")
         key, path = read_adapter(Path(directory), manifest).key, Path(directory).resolve()
         created_seconds = int(path.stat().st_mtime)
         yield ServedAdapter(name=name, directory=str(path), key=key, created_seconds=created_seconds)
@@ -174,7 +177,10 @@ def _chat(
 
 
 def _template(settings: ServeSettings, special_tokens: Mapping[str, str]) -> ChatTemplate | None:
-    """Return the chat template of --chat-template; None for "none". Raises `CheckpointError` if it cannot be read."""
+    """Return the chat template of --chat-template; None for "none". For "auto", the checkpoint's, else the plain one.
+
+    Raises `CheckpointError` if the template cannot be read.
+    """
     origin = settings.chat_template
     template = None
     if origin == "none":

@@ -11,7 +11,7 @@ from service.protocol.request_model import IGNORED, RequestModel, Unsupported
 
 def _check_printable(name: str) -> str:
     if not name.isprintable() or not name.strip():
-        raise PydanticCustomError("name", "must have printable characters only")
+        raise PydanticCustomError("name", "must have printable characters only, and not only spaces")
     return name
 
 
@@ -19,10 +19,10 @@ AdapterName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)
 
 
 class LoadAdapterRequest(RequestModel):
-    """Body of `POST /v1/load_lora_adapter`."""
+    """Body of `POST /v1/load_lora_adapter`. Requests choose the adapter by `lora_name` as their model."""
 
     lora_name: AdapterName
-    lora_path: Annotated[str, Field(min_length=1, description="directory, absolute or relative to --lora-dir")]
+    lora_path: Annotated[str, Field(min_length=1, description="directory below --lora-dir, absolute or relative to it")]
     load_inplace: Annotated[bool | None, Unsupported(False, remedy="unload the adapter first")] = None
     base_model_name: IGNORED = None
 

@@ -92,7 +92,7 @@ def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bo
     """Return messages in the form that chat templates expect. A tool's result gets the name of the called tool.
 
     arguments_are_text: leave the arguments of past calls as JSON text; else they become objects.
-    Raises InvalidRequest for arguments that are not a JSON object, in both cases.
+    Raises InvalidRequest for arguments that are not a JSON object or are too large, in both cases.
     """
     names: dict[str, str] = {}
     rendered = []
@@ -103,7 +103,11 @@ def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bo
             arguments: Any = call.function.arguments
             if (parsed := call.function.parsed_arguments()) is None:
                 place = f"messages[{number}].tool_calls"
-                raise InvalidRequest(f"{place}: the arguments of a call must be a JSON object as text", param=place)
+                raise InvalidRequest(
+                    f"{place}: the arguments of a call must be a JSON object as text, with at most 20,000 lists and "
+                    "objects",
+                    param=place,
+                )
             function = {"name": call.function.name, "arguments": arguments if arguments_are_text else parsed}
             calls.append({"id": call.id, "type": "function", "function": function})
         rendered.append(
@@ -189,7 +193,10 @@ class ChatCompletionRequest(GenerationRequest):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """True if the prompt ends with the beginning of an assistant message."""
+        """True if the prompt ends with the header of a new assistant message.
+
+        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
+        """
         return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
 
 
@@ -249,5 +256,8 @@ class TokenizeRequest(RequestModel):
 
     @property
     def adds_generation_prompt(self) -> bool:
-        """True if the rendered messages end with the beginning of an assistant message."""
+        """True if the rendered messages end with the header of a new assistant message.
+
+        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
+        """
         return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)

@@ -321,7 +321,10 @@ def _user_messages(blocks: Sequence[PlacedBlock], call_ids: set[str]) -> Iterato
 
 
 def _assistant_message(blocks: Sequence[PlacedBlock], call_ids: set[str]) -> Message:
-    """Return the message of an assistant's turn, and add the ids of its calls to `call_ids`."""
+    """Return the message of an assistant's turn, and add the ids of its calls to `call_ids`.
+
+    Raises InvalidRequest for a block of a type that an assistant message cannot have, or without a required field.
+    """
     types = ["text", "thinking", "redacted_thinking", "tool_use"]
     calls = []
     for each in blocks:

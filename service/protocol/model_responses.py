@@ -81,20 +81,23 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class ResponseFailure(msgspec.Struct, kw_only=True):
-    """Error that ended a response of `/v1/responses`. `code` is one of OpenAI's codes."""
+    """Error that ended a response of `/v1/responses`. `code` is one of OpenAI's codes, not that of error responses."""
 
     code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
 
 
 class IncompleteDetails(msgspec.Struct, kw_only=True):
-    """Reason of the status `incomplete`."""
+    """Reason of the status `incomplete`: `max_output_tokens`, or the length of the context, was reached."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ModelResponse(msgspec.Struct, kw_only=True):
-    """Response of `/v1/responses`. Fields after `timings` repeat the request. `usage` is null before the last token."""
+    """Response of `/v1/responses`. Fields after `timings` repeat the request.
+
+    `usage` and `timings` are null unless the status is `completed` or `incomplete`.
+    """
 
     id: str
     object: Literal["response"] = "response"

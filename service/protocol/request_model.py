@@ -130,7 +130,7 @@ class RequestModel(BaseModel):
 
 
 def _find_unknown_field(model: RequestModel, foreign: set[str], prefix: str = "") -> str | None:
-    """Return the first unknown field to reject, if any.
+    """Return the path of the first unknown field to reject, such as `tools[0].x`; None without one.
 
     foreign: names of this request that were ignored so far, and are not compared again; this call adds to them.
     """

@@ -217,7 +217,8 @@ class ChatChunkChoice(msgspec.Struct, kw_only=True):
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     """Event of a chat stream. `timings` are in the event that ends the last choice, and in the usage event after it.
 
-    If requested, the first event of the stream has the prompt's token ids, and the first of choice 0 its logprobs.
+    If requested, the first event of the stream has the prompt's token ids. If requested, the first event of choice 0
+    has the prompt's logprobs.
     """
 
     id: str

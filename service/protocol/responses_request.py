@@ -72,7 +72,7 @@ def _tag(value: Any) -> str:
 
 
 class InputPart(RequestModel):
-    """Text part of an input item. Parts of earlier output have `annotations` and `logprobs`, which change nothing."""
+    """Text part of an input item. Parts of earlier output have empty `annotations`, and ignored `logprobs`."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -257,7 +257,7 @@ class ResponseStreamOptions(RequestModel):
 
 
 class ResponsesChat(ChatCompletionRequest):
-    """Chat completion request made from a response request. Its errors name the fields of the response request."""
+    """Chat completion request made from a response request. Errors about its output format name `text.format`."""
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
@@ -499,11 +499,13 @@ def _message(**fields: Any) -> Message:
 
 
 def _call(item: InputFunctionCall, number: int) -> PastToolCall:
-    """Return a function call in the form of chat completions. Raises InvalidRequest if its arguments are no object."""
+    """Return a call in the form of chat completions. Raises InvalidRequest for arguments that are no JSON object."""
     function = CalledFunction(name=item.name, arguments=item.arguments)
     if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"
-        raise InvalidRequest(f"{param} must be a JSON object as text", param=param)
+        raise InvalidRequest(
+            f"{param} must be a JSON object as text, with at most 20,000 lists and objects", param=param
+        )
     return PastToolCall(id=item.call_id, function=function)
 
 

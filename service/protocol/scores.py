@@ -156,7 +156,7 @@ class RankedText(msgspec.Struct, kw_only=True):
 
 
 class RankedDocument(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Score of a document. `index`: its index in the field `documents` of the request."""
+    """Score of the document at `index` in the request's field `documents`. Its text is absent if it was not wanted."""
 
     index: int
     relevance_score: float

@@ -28,9 +28,9 @@ class FunctionDefinition(RequestModel):
     strict: bool | None = None
 
     def schema_of_arguments(self) -> dict[str, Any]:
-        """Return the JSON Schema of the arguments. Unless it says otherwise, it allows only those in `properties`.
+        """Return the JSON Schema of the arguments. Arguments that are not in its `properties` are not allowed.
 
-        A schema with `$ref`, `anyOf` or the like gets no such limit.
+        A schema with `additionalProperties`, `$ref`, `anyOf` or the like gets no such limit.
 
         Raises:
             InvalidRequest: the schema does not describe an object.
@@ -38,7 +38,9 @@ class FunctionDefinition(RequestModel):
         schema = {"type": "object", **(self.parameters or {})}
         if schema["type"] != "object" or not isinstance(schema.get("properties", {}), dict):
             raise InvalidRequest(
-                f"the parameters of the tool {self.name!r} must be a JSON Schema of type object", param="tools"
+                f"the parameters of the tool {self.name!r} must be a JSON Schema of type object, with an object as "
+                "properties",
+                param="tools",
             )
         is_composed = any(key in schema for key in ("$ref", "anyOf", "oneOf", "allOf", "patternProperties"))
         return schema if is_composed else {"properties": {}, "additionalProperties": False, **schema}

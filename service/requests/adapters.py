@@ -10,7 +10,10 @@ from service.protocol.errors import ModelNotFound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedAdapter:
-    """LoRA adapter that requests can name as their model. `key`: digest of its files; `created_seconds`: since 1970."""
+    """LoRA adapter that requests can name as their model. `key`: digest of the adapter's files.
+
+    created_seconds: time of loading, or of the last change of a --lora directory, in seconds since 1970.
+    """
 
     name: str
     directory: str
@@ -21,8 +24,8 @@ class ServedAdapter:
 class AdapterRegistry:
     """Adapters by name, and the number of unfinished requests by adapter key. Only the API process changes it.
 
-    An adapter without a name stays loaded until the last request that uses it ends. Methods return the commands to send
-    to the worker. The worker handles commands in order, so no command needs an answer.
+    An adapter whose names were removed stays loaded until the last request that uses it ends. Methods that return
+    commands leave it to the caller to send them to the worker, which handles them in order and does not answer.
     """
 
     def __init__(self, adapters: Iterable[ServedAdapter] = ()) -> None:
@@ -37,7 +40,7 @@ class AdapterRegistry:
         return self._by_name.get(name)
 
     def names(self, keys: Iterable[str]) -> list[str]:
-        """Return the names of the adapters with these keys, in alphabetical order."""
+        """Return the names of the adapters with these keys, in alphabetical order. A removed name is left out."""
         wanted = set(keys)
         return sorted(adapter.name for adapter in self._by_name.values() if adapter.key in wanted)
 
@@ -48,11 +51,14 @@ class AdapterRegistry:
         return [] if is_loaded else [LoadAdapter(key=adapter.key, directory=adapter.directory)]
 
     def remove(self, name: str) -> list[Command]:
-        """Remove the name of an adapter, which must exist. Its unfinished requests continue."""
+        """Remove a name, which must exist. Return the command to unload the adapter, or [] while it is still used."""
         return self._free(self._by_name.pop(name).key)
 
     def acquire(self, key: str) -> None:
-        """Count a request that uses an adapter; "" is the base model. Raises ModelNotFound if it has been removed."""
+        """Count a request that uses an adapter, unless `key` is "", the base model.
+
+        Raises ModelNotFound if the adapter has been unloaded.
+        """
         if not key:
             return
         if key not in self._loaded:
@@ -60,14 +66,14 @@ class AdapterRegistry:
         self._uses[key] += 1
 
     def release(self, key: str) -> list[Command]:
-        """Count the end of a request that `acquire` has counted."""
+        """Count the end of a request that `acquire` has counted. Return the command to unload an adapter now unused."""
         if not key:
             return []
         self._uses[key] -= 1
         return self._free(key)
 
     def load_commands(self) -> list[Command]:
-        """Return the commands that a new worker needs before it gets requests."""
+        """Return the commands that make a new worker load all adapters. Send them before any request."""
         return [LoadAdapter(key=key, directory=directory) for key, directory in self._loaded.items()]
 
     def _free(self, key: str) -> list[Command]:

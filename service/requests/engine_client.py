@@ -62,7 +62,10 @@ class EngineClient:
         return sum(isinstance(request, InflightQuery) for request in self._requests)
 
     def submit(self, request: Inflight) -> None:
-        """Admit and send a request, or send an attention query without admission. An exception leaves no state."""
+        """Admit and send a request, or send an attention query without admission. An exception leaves no state.
+
+        Raises `Overloaded` if the request is not admitted, and ModelNotFound if its adapter has been unloaded.
+        """
         self.adapters.acquire(request.adapter)
         try:
             self._submit(request)
@@ -128,7 +131,7 @@ class EngineClient:
                 send()
 
     def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Make a worker load an adapter, which later requests can use."""
+        """Let later requests use an adapter, and make the worker load it, unless another name has loaded it."""
         self._send_any(self.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> None:
@@ -136,7 +139,7 @@ class EngineClient:
         self._send_any(self.adapters.remove(name))
 
     def adapter_names(self, *, has_started: bool) -> list[str]:
-        """Return the names of the adapters of the unfinished requests that have a token, or that have none yet."""
+        """Return the names of the adapters that unfinished requests use: with a token (`has_started`), or without."""
         requests = (request for request in self._requests if request.adapter and request.has_started == has_started)
         return self.adapters.names(request.adapter for request in requests)
 
@@ -205,7 +208,10 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Resubmit unfinished requests to a new worker, except to the first (epoch 0), and fail a poison request."""
+        """Send a new worker the adapters and, unless it is the first (epoch 0), the unfinished requests.
+
+        A poison request fails instead.
+        """
         self.on_worker_ready(ready)
         self._send_any(self.adapters.load_commands())
         self.admission.limit_running(None)

@@ -260,7 +260,8 @@ class ResponseStore:
     async def answer(self, request: Request, body: bytes, make: Make) -> Response:
         """Return the response to a request: the result of `make`, or a buffered response to an earlier attempt.
 
-        Raises an `ApiError` if Last-Event-ID or Idempotency-Key is invalid, belongs to another request or has expired.
+        Raises an `ApiError` if Last-Event-ID or Idempotency-Key is invalid, belongs to another request or has expired,
+        and the errors of `make`.
         """
         key = request.headers.get("idempotency-key")
         identity = RequestIdentity(

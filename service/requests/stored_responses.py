@@ -14,7 +14,7 @@ _RETRY_SECONDS: Final = 10.0
 
 
 class Snapshot(Protocol):
-    """Function that returns the JSON of a response so far: running, failed with an error, or cancelled."""
+    """Function that returns the JSON of a response so far: queued or running, failed with `error`, or cancelled."""
 
     def __call__(self, *, error: ApiError | None = None, is_cancelled: bool = False) -> bytes: ...
 
@@ -117,7 +117,10 @@ class StoredResponses:
             )
 
     def add(self, record: StoredResponse) -> None:
-        """Add a running background response, or a response that has ended, and discard the oldest over the limit."""
+        """Add a running background response, or a response that has ended, unless it was deleted.
+
+        An ended response displaces the oldest ended ones while all responses together exceed the limit of bytes.
+        """
         if record.is_deleted:
             return
         if not record.is_finished:
@@ -134,8 +137,8 @@ class StoredResponses:
         record = self._running.get(response_id) or self._ended.get(response_id)
         if record is None or record.tenant != tenant:
             raise ResponseNotFound(
-                f"the response {response_id[:100]!r} is not stored: it was deleted, has expired or made room for "
-                "others, or the server has restarted; send the whole conversation as input",
+                f"the response {response_id[:100]!r} is not stored: it never was, was deleted, has expired or made "
+                "room for others, or the server has restarted; send the whole conversation as input",
                 param=param,
             )
         return record

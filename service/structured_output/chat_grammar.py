@@ -28,6 +28,7 @@ def chat_grammar(
         body: output constraint of the text, as `{"kind", "content", "lenient"}`, or None.
 
     Args:
+        mark_ids: token ids of the tags of reasoning and tool calls that are single tokens, by text.
         grammar_of: returns the grammar of an output constraint.
 
     Raises:

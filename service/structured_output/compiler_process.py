@@ -109,8 +109,8 @@ def main() -> None:
     """Run the child process: compile one output constraint per command of the API process.
 
     The first command is `{"tokens", "special_token_ids", "eos_token_ids", "mark_ids"}` and the limits, with each
-    token's bytes decoded as Latin-1. Each later command is `{"kind", "content", "lenient"}`. Its reply has a `grammar`
-    or an `error`.
+    token's bytes decoded as Latin-1, and in `mark_ids` the token ids of tags such as <think>. Each later command is
+    `{"kind", "content", "lenient"}`. The reply to it has a `grammar` or an `error`.
     """
     run_command_loop(_prepare)
 

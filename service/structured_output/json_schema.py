@@ -25,6 +25,7 @@ _WRITABLE = frozenset(
 def prepare_schema(schema: Any, place: str = "", *, lenient: bool) -> Any:
     """Return a JSON Schema in the form that llguidance receives. A value that is not an object is returned unchanged.
 
+    The keywords `default` and `examples` are left out.
     A minimum is raised to at least -(2^53 - 1), and a maximum lowered to at most 2^53 - 1. Every value except data
     (`const`, `enum`) is treated as a schema, even under an unknown keyword, because a `$ref` may point there.
 

@@ -29,7 +29,7 @@ _MAX_PATH: Final = 200  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The engine's part of a request: choices, token counts, and times in seconds; None for a phase without an end.
+    """The engine's part of a request: choices, token counts, and times in seconds; None for a phase that has not ended.
 
     queue_seconds, prefill_seconds: of the choice with the earliest first token.
     decode_seconds: the longest time of a choice from its first to its last token, which starts at `decode_start`.
@@ -203,7 +203,7 @@ def _generation(delivery: Delivery) -> Generation:
 
 @dataclass(frozen=True, slots=True)
 class RequestLog:
-    """Request log: one line per request. `decode` turns token ids into text; None: prompts are not logged.
+    """Request log: one line per request. `decode` turns token ids into text; None: no texts are logged.
 
     model_name: name of the served model, for requests that name no model.
     """
@@ -212,7 +212,7 @@ class RequestLog:
     decode: Callable[[Sequence[int]], str] | None = None
 
     def write(self, record: RequestRecord) -> None:
-        """Write the log line of a request. A field that does not apply to the request is left out."""
+        """Write the log line of a request, of a probe at level DEBUG. Fields that do not apply are left out."""
         level = logging.DEBUG if record.is_probe else logging.INFO
         if logger.isEnabledFor(level):
             fields = {name: value for name, value in self._fields(record).items() if value is not None}

@@ -108,7 +108,7 @@ class EngineFacts:
 class EngineForecast:
     """Engine that a new process on this machine would build now, known from the headers of the checkpoint's files.
 
-    facts: on a GPU the number of blocks is an estimate: the largest step is not measured.
+    facts: on a GPU, the number of blocks is an estimate, because the memory of the largest step is not measured.
     weight_bytes: size of the weights as they are served.
     cache_bytes_per_token: KV-cache of one token, over all layers.
     """

@@ -175,7 +175,7 @@ def test_a_new_worker_continues_requests_with_their_adapters(served: Served) -> 
         ("x", "/etc", "lora_path: '/etc' is not below --lora-dir"),
         ("x", ".", "lora_path: '.' is not below --lora-dir"),
         ("x", "none", "none: no such directory; give the directory with adapter_config.json"),
-        ("base", "second", "lora_name: 'base' is the base model's name; choose another"),
+        ("base", "second", "lora_name: 'base' is a name of the base model; choose another"),
         ("first", "second", "lora_name: 'first' is loaded already; unload it first"),
         ("", "second", "lora_name must not be empty"),
     ],
@@ -196,7 +196,7 @@ def test_a_missing_adapter_cannot_be_unloaded(served: Served) -> None:
 def test_a_bad_adapter_ends_the_start_with_one_line(served: Served, tmp_path: Path) -> None:
     for flag, message in {
         f"a={tmp_path / 'none'}": f"{tmp_path / 'none'}: no such directory",
-        f"base={served.root / 'first'}": f"--lora base={served.root / 'first'}: base is the base model's name",
+        f"base={served.root / 'first'}": f"--lora base={served.root / 'first'}: base is a name of the base model",
         "first": "--lora: must be NAME=DIR",
     }.items():
         done = subprocess.run(

@@ -14,7 +14,7 @@ from loadtest.peers.drivers.protocol import Prompts, Wave, serve
 def measure(prompts: Prompts, output_tokens: int) -> Wave:
     """Run llama-batched-bench with the number and length of these prompts, and return its times.
 
-    Raises RuntimeError, with the end of its standard error, if it fails.
+    Raises RuntimeError, with the end of the program's standard error, if the program fails or prints no times.
     """
     bench, model, threads = sys.argv[1:]
     sequences, length = len(prompts), len(prompts[0])

@@ -26,7 +26,7 @@ class AdaptedLinear(nn.Module):
         self.base, self.name, self.groups = base, name, groups
 
     def forward(self, x_TE: Tensor) -> Tensor:
-        """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs)."""
+        """Apply the layer, and add the result of each token's adapter: (tokens, inputs) to (tokens, outputs)."""
         out_TF: Tensor = self.base(x_TE)
         for tokens_X, matrices in self.groups:
             if self.name in matrices:
@@ -37,7 +37,7 @@ class AdaptedLinear(nn.Module):
 
 
 class LinearAdapters:
-    """Adapters of a `Transformer` by key. The first adapter replaces the layers' linear modules by `AdaptedLinear`."""
+    """Adapters of a `Transformer` by key. The first `add` replaces the layers' linear modules by `AdaptedLinear`."""
 
     def __init__(self, model: Transformer) -> None:
         self._model, self._device = model, model.token_embedding.weight.device
@@ -64,7 +64,10 @@ class LinearAdapters:
 
     @contextlib.contextmanager
     def applied(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """Context manager: the model's layers apply these adapters. `runs`: key and number of tokens, in order."""
+        """Context manager in which the model's layers apply adapters to the tokens of a step.
+
+        runs: adapter key ("": no adapter) and number of consecutive tokens that use it, in the order of the tokens.
+        """
         tokens: dict[str, list[int]] = {}
         first = 0
         for key, length in runs:
