@@ -190,7 +190,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
         if num_loaded := len(list(self.context.adapters)):
             running, waiting = (self.context.engine_client.adapter_names(has_started=each) for each in (True, False))
-            self._metrics.observe_adapters(running=running, waiting=waiting, num_loaded=num_loaded)
+            scraped_at = time.time()
+            self._metrics.observe_adapters(running=running, waiting=waiting, num_loaded=num_loaded, now=scraped_at)
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 

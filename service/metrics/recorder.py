@@ -3,7 +3,6 @@
 import importlib.metadata
 import os
 import platform
-import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias
@@ -222,10 +221,10 @@ class Metrics:
         self._metric("api_requests").set(num_requests)
         self._metric("api_tasks").set(num_tasks)
 
-    def observe_adapters(self, *, running: Iterable[str], waiting: Iterable[str], num_loaded: int) -> None:
+    def observe_adapters(self, *, running: Iterable[str], waiting: Iterable[str], num_loaded: int, now: float) -> None:
         """Set the labels of the gauge of LoRA adapters to these names and this number, and its value to the time."""
         self._clear("lora_requests_info")  # labels of the last scrape
-        self._metric("lora_requests_info", ",".join(running), ",".join(waiting), str(num_loaded)).set(time.time())
+        self._metric("lora_requests_info", ",".join(running), ",".join(waiting), str(num_loaded)).set(now)
 
     def set_engine_state(self, state: EngineState) -> None:
         """Set the gauge of this state to 1, and the gauges of all other states to 0."""

@@ -203,6 +203,13 @@ OBSERVATIONS = (
         changes={"api_requests": 3, "api_tasks": 11},
     ),
     Observation(
+        name="adapters",
+        make=lambda metrics: metrics.observe_adapters(running=["a", "b"], waiting=["b"], num_loaded=3, now=5.0),
+        changes={
+            'lora_requests_info{max_lora="3",running_lora_adapters="a,b",waiting_lora_adapters="b"}': 5,
+        },
+    ),
+    Observation(
         name="engine_state",
         make=lambda metrics: metrics.set_engine_state(EngineState.READY),
         changes={'engine_state{state="ready"}': 1},

@@ -19,6 +19,7 @@ from tests.ops.observations import HELLO, OBSERVATIONS, STEP, Observation, finis
 
 # https://docs.vllm.ai/en/stable/usage/metrics/, limited to the metrics that Kvasir has.
 VLLM_FAMILIES = {
+    "lora_requests_info",
     "time_to_first_token_seconds",
     "inter_token_latency_seconds",
     "request_time_per_output_token_seconds",

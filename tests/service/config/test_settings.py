@@ -75,7 +75,7 @@ def test_every_flag_sets_its_field() -> None:
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
         *("--no-cuda-graphs", "--no-lookahead", "--gpu-memory-share", "0.5"),
         *("--log-format", "json", "--log-prompts", "--otlp-endpoint", "http://127.0.0.1:4318"),
-        "--strict-config",
+        *("--strict-config", "--lora", "mine=adapter", "--lora-dir", "tests"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
@@ -107,6 +107,8 @@ def test_every_flag_sets_its_field() -> None:
         "port": 9000,
         "model_name": "m",
         "strict_config": True,
+        "lora": ("mine=adapter",),
+        "lora_dir": Path("tests"),
         "max_body_size": 4 * 2**20,
         "max_connections": 20,
         "client_seconds": 2.5,
