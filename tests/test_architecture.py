@@ -275,7 +275,7 @@ def test_settings_are_the_only_reader_of_the_environment() -> None:
     # services, benchmarks and tests. The health check runs every few seconds, and importing the settings would
     # take 0.4 s of CPU time.
     assert set(readers) <= {
-        *("service/config/settings.py", "service/metrics/recorder.py", "service/config/library_environment.py"),
+        *("service/config/settings.py", "service/metrics/recorder.py", "service/config/torch_environment.py"),
         *("service/cli/healthcheck.py", "model/kernels/build.py"),
     }
 

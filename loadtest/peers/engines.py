@@ -23,7 +23,7 @@ from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.model_shapes import shape_config, write_random_checkpoint
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, kvasir_serve
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
-from service.config.library_environment import LIBRARY_ENVIRONMENT
+from service.config.torch_environment import TORCH_ENVIRONMENT
 
 ROOT, PINS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
 Kind = Literal["decode", "prompt", "http"]
@@ -288,7 +288,7 @@ OURS: Final = Peer(
     write_model=_write_our_model,
     engine=_our_engine,
     server=_our_server,
-    variables=LIBRARY_ENVIRONMENT,
+    variables=TORCH_ENVIRONMENT,
     note="engine and service as `kvasir serve` builds them",
 )
 PEERS: Final = (

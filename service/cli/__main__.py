@@ -25,7 +25,7 @@ def start_worker() -> "WorkerProcess | None":
     """
     if sys.argv[1:2] != ["serve"] or {"-h", "--help"} & set(sys.argv):
         return None
-    import_module("service.config.library_environment").set_library_environment()
+    import_module("service.config.torch_environment").set_torch_environment()
     try:
         worker: WorkerProcess = import_module("service.supervisor.worker_process").WorkerProcess.start()
     except OSError:  # the supervisor tries again, and then reports the error

@@ -18,7 +18,7 @@ from model.io.files import error_line, first_line
 from service.config import client_settings
 from service.config import settings as config
 from service.config.flags import CommandSettings
-from service.config.library_environment import set_library_environment
+from service.config.torch_environment import set_torch_environment
 from service.supervisor.worker_process import WorkerProcess
 
 INTERRUPTED = 128 + signal.SIGINT  # the exit code that shells report for a process killed by SIGINT
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None, *, worker: WorkerProcess | None = No
 
 
 def _run(name: str, command: Command, argv: list[str], worker: WorkerProcess | None) -> int:
-    set_library_environment()
+    set_torch_environment()
     try:
         if command.settings is None:
             try:

@@ -2,7 +2,7 @@
 
 import os
 
-LIBRARY_ENVIRONMENT = {
+TORCH_ENVIRONMENT = {
     # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
     # other. By default they spin, and one busy neighbour, such as the API process, then makes a step 100 times slower
     # (540 ms instead of 6 ms; two threads on two cores).
@@ -18,10 +18,10 @@ LIBRARY_ENVIRONMENT = {
 }
 
 
-def set_library_environment() -> None:
-    """Set the variables of `LIBRARY_ENVIRONMENT` that are not set yet. Call before torch is imported.
+def set_torch_environment() -> None:
+    """Set the variables of `TORCH_ENVIRONMENT` that are not set yet. Call before torch is imported.
 
     Processes that this process starts later inherit the variables.
     """
-    for variable, value in LIBRARY_ENVIRONMENT.items():
+    for variable, value in TORCH_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
