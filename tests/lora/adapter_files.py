@@ -1,9 +1,15 @@
-"""Random LoRA adapters in PEFT's format, and the same adapters merged into their base model, computed here by name."""
+"""Random LoRA adapters in PEFT's format, and the same adapters merged into their base model, computed here by name.
+
+    python -m tests.lora.adapter_files BASE OUT
+
+writes a random adapter to OUT, to try adapters without training one. BASE: Hugging Face directory of the model.
+"""
 
 import json
 import math
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +106,10 @@ def merge(base: Path, adapter: Path, out: Path) -> Path:
         weights[f"{module}.weight"] = (weights[f"{module}.weight"].double() + added).float().contiguous()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     return out
+
+
+if __name__ == "__main__":
+    _base, _out = map(Path, sys.argv[1:])
+    # The scale of 2 and this spread change a small model's text, but not to noise.
+    write_adapter(_out, _base, ["q_proj", "v_proj"], rank=8, alpha=16.0, spread=0.1)
+    print(f"wrote {_out}: rank 8, q_proj and v_proj")
