@@ -60,7 +60,8 @@ _AIMS: Final = {
     "float32": {1: 1.0, 4: 1.0, 16: 1.0, 64: 1.0},
     "prompt": {1: 1.0},
     "http": {16: 1.5, 64: 1.5},
-    DEFAULTS: {1: 1.0, 16: 3.0, 64: 3.0},  # both servers started without flags
+    **{key: {1: 1.2, 4: 2.2, 16: 3.5, 64: 3.5} for key in ("int4", "q4_k_m")},
+    **{key: {1: 1.0, 16: 3.0, 64: 3.0} for key in DEFAULTS},  # both servers started without flags
 }
 _LEADING = ("qwen3-0.6b", "llama-3.2-1b")  # shapes that the page begins with
 _KINDS = {"decode": "decoding", "prompt": "prompt", "http": "HTTP, streaming"}
@@ -176,7 +177,7 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     sound = {name: figure for name, figure in row["peers"].items() if is_sound(figure)}
     disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]
     reached = f"open: {', '.join(disturbed)} †" if disturbed else "yes"
-    is_by_precision = row["kind"] == "decode" or row["precision"] == DEFAULTS
+    is_by_precision = row["kind"] == "decode" or row["precision"] in DEFAULTS
     aim = _AIMS.get(row["precision"] if is_by_precision else row["kind"], {}).get(row["streams"])
     rates = [rate for figure in sound.values() for rate in figure["ours"]["tokens_per_second"]["values"]]
     pairs = []

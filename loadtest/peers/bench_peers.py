@@ -259,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "shapes": (["qwen3-0.6b", "llama-3.2-1b"], "model shapes", SHAPE_SIZES),
         "precisions": (
             ["bfloat16", "int8"],
-            f"precisions; `{engines.DEFAULTS}`: bfloat16, and servers without flags",
+            f"precisions; {' and '.join(engines.DEFAULTS)}: servers without flags",
             engines.PRECISIONS,
         ),
         "streams": (list(engines.STREAMS), "measure only these streams", engines.STREAMS),

@@ -28,41 +28,42 @@ from service.config.torch_environment import TORCH_ENVIRONMENT
 ROOT, PINS = Path(__file__).resolve().parents[2], Path(__file__).resolve().parent
 Kind = Literal["decode", "prompt", "http"]
 KINDS: Final[tuple[Kind, ...]] = ("decode", "http", "prompt")
-DEFAULTS: Final = "defaults"  # used as a precision: both servers started without flags, on the bfloat16 file
+DEFAULTS: Final = ("defaults", "defaults-q4_k_m")  # used as precisions: both servers are started without flags
 
 
 class Format(NamedTuple):
     """Weights of one precision: Kvasir's flags, llama.cpp's file type, OpenVINO's hint and export flags.
 
     openvino: None if OpenVINO is not measured.
+    ours: name of the model that Kvasir reads: its own bfloat16 checkpoint, or llama.cpp's file.
     """
 
     flags: tuple[str, ...]
     gguf: str
     openvino: tuple[str, str] | None = None
+    ours: str = "ours"
 
 
-_INT4 = ("--dtype", "bfloat16", "--quantize", "int4")
-# All engines read or quantize the same bfloat16 weights.
+_BFLOAT16 = ("--dtype", "bfloat16")
+_OPENVINO_INT4 = ("f32", "int4 --sym --group-size 128 --group-size-fallback adjust --all-layers")
+# All files are made from the same bfloat16 weights.
 _FORMATS: Final = {
-    "bfloat16": Format(("--dtype", "bfloat16"), "BF16", ("bf16", "fp32")),
+    "bfloat16": Format(_BFLOAT16, "BF16", ("bf16", "fp32")),
     # A float32 hint: OpenVINO then rounds activations to int8.
-    "int8": Format(("--dtype", "bfloat16", "--quantize", "int8"), "Q8_0", ("f32", "int8")),
-    "int4": Format(_INT4, "Q4_0", ("f32", "int4 --sym --group-size 128 --group-size-fallback adjust --all-layers")),
-    "q4_k_m": Format(_INT4, "Q4_K_M"),
+    "int8": Format((*_BFLOAT16, "--quantize", "int8"), "Q8_0", ("f32", "int8")),
+    "int4": Format(_BFLOAT16, "Q4_0", _OPENVINO_INT4, "llama_cpp_Q4_0.gguf"),
+    "q4_k_m": Format(_BFLOAT16, "Q4_K_M", ours="llama_cpp_Q4_K_M.gguf"),
     "float32": Format(("--dtype", "float32", "--kv-cache-dtype", "float16"), "F32", ("f32", "fp32")),
-    DEFAULTS: Format((), "BF16"),
+    DEFAULTS[0]: Format((), "BF16"),
+    DEFAULTS[1]: Format((), "Q4_K_M", ours="llama_cpp_Q4_K_M.gguf"),
 }
 PRECISIONS: Final = tuple(_FORMATS)
 STREAMS, CONTEXTS = (1, 4, 16, 64), (128, 1024, 4096)
 PROMPT_TOKENS: Final = 64
 # Kind, streams, tokens of a prompt, tokens of a completion. A context is the mean length while a completion grows.
-_DEFAULTS_SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = tuple(
-    ("http", streams, PROMPT_TOKENS, 128) for streams in STREAMS
-)
 _SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = (
     *(("decode", streams, PROMPT_TOKENS, 128) for streams in STREAMS),
-    *_DEFAULTS_SIZES,
+    *(("http", streams, PROMPT_TOKENS, 128) for streams in STREAMS),
     ("prompt", 1, 1024, 1),
     *(("decode", streams, context - 32, 64) for context in CONTEXTS[1:] for streams in STREAMS),
 )
@@ -106,7 +107,7 @@ class Cell:
         if self.kind != "http":
             return self.streams
         wanted = max(_MIN_REQUESTS, _REQUESTS_PER_STREAM * self.streams)
-        return min(wanted, _MAX_SLOW_REQUESTS) if self.precision == DEFAULTS else wanted
+        return min(wanted, _MAX_SLOW_REQUESTS) if self.precision in DEFAULTS else wanted
 
 
 def _cache_bytes(cell: Cell) -> int:
@@ -125,14 +126,15 @@ def _fits(cell: Cell) -> bool:
 
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """Return the cells of these shapes, precisions and kinds. The precision `DEFAULTS` has only cells of kind http.
+    """Return the cells of these shapes, precisions and kinds. `DEFAULTS` have only cells of kind http.
 
     Cells that exceed the model's context, or `_MAX_CELL_BYTES` of weights and KV-cache, are left out.
     """
     cells = (
         Cell(shape, precision, *size)
         for shape, precision in itertools.product(shapes, precisions)
-        for size in (_DEFAULTS_SIZES if precision == DEFAULTS else _SIZES)
+        for size in _SIZES
+        if size[0] == "http" or precision not in DEFAULTS
     )
     return [cell for cell in cells if cell.kind in kinds and _fits(cell)]
 
@@ -181,12 +183,14 @@ def install(files: PeerFiles, environment: str) -> None:
 
 
 def _write_our_model(files: PeerFiles, cell: Cell) -> None:
-    """Write a Kvasir checkpoint of random weights, and an export for the peers' converters, unless they exist."""
+    """Write a Kvasir checkpoint, an export for the peers' converters, and llama.cpp's file if Kvasir is to read it."""
     ours, exported = files.model(cell, "ours"), files.model(cell, "hugging_face")
     if not (ours / "manifest.json").is_file():
         write_random_checkpoint(ours, cell.shape, dtype="bfloat16")
     if not (exported / "config.json").is_file():
         export_checkpoint(ours, exported)
+    if _FORMATS[cell.precision].ours != "ours":
+        _write_llama_model(files, cell)
 
 
 def _our_settings(cell: Cell, threads: int) -> list[str]:
@@ -196,14 +200,16 @@ def _our_settings(cell: Cell, threads: int) -> list[str]:
 
 
 def _our_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    checkpoint = ["--checkpoint", str(files.model(cell, "ours"))]
+    checkpoint = ["--checkpoint", str(files.model(cell, _FORMATS[cell.precision].ours))]
     return [sys.executable, "-m", f"{_DRIVERS}.ours_engine", *checkpoint, *_our_settings(cell, threads)]
 
 
 def _our_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    """Return the command of Kvasir's service: without flags for precision `DEFAULTS`, else with an unlimited queue."""
+    """Return the command of Kvasir's service: without flags for `DEFAULTS`, else with an unlimited queue."""
     settings = [*_our_settings(cell, threads), "--target-queue-seconds", "0"]
-    return kvasir_serve(files.model(cell, "ours"), [] if cell.precision == DEFAULTS else settings)
+    return kvasir_serve(
+        files.model(cell, _FORMATS[cell.precision].ours), [] if cell.precision in DEFAULTS else settings
+    )
 
 
 def _llama_weights(files: PeerFiles, cell: Cell) -> Path:
@@ -232,7 +238,7 @@ def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
     # No prompt cache in host memory: no prompt repeats, and the copies would cost time.
     flags = ["-t", str(threads), "-tb", str(threads), "-np", str(_MAX_STREAMS), "--cache-ram", "0"]
     flags += ["-c", str(_MAX_STREAMS * _SLOT_TOKENS)]
-    return command if cell.precision == DEFAULTS else command + flags
+    return command if cell.precision in DEFAULTS else command + flags
 
 
 def _openvino_weights(files: PeerFiles, cell: Cell) -> tuple[Path, str, str]:
@@ -299,7 +305,7 @@ PEERS: Final = (
         engine=_llama_engine,
         server=_llama_server,
         note="llama-batched-bench, which samples no tokens; llama-server with 64 slots; Q8_0 for int8, Q4_0 for int4; "
-        "KV-cache float16; defaults: llama-server without flags, a bfloat16 file",
+        "KV-cache float16; defaults: llama-server without flags",
     ),
     Peer(
         name="OpenVINO GenAI",

@@ -156,14 +156,17 @@ def test_every_peer_runs_every_cell_of_both_floating_precisions(precision: str, 
 
 
 def test_defaults_are_servers_without_flags(tmp_path: Path) -> None:
-    (made, *_) = make_cells(["S"], [DEFAULTS], ["http"])
-    (llama,) = (peer for peer in PEERS if peer.supports(made))
     files = PeerFiles(tmp_path)
-    assert OURS.server is not None
-    assert llama.server is not None
-    checkpoint, gguf = (files.model(made, name) for name in ("ours", "llama_cpp_BF16.gguf"))
-    assert OURS.server(files, made, 2)[1:] == ["serve", "--checkpoint", str(checkpoint)]
-    assert llama.server(files, made, 2)[1:] == ["-m", str(gguf), "--host", "127.0.0.1"]
+    for precision, names in zip(
+        DEFAULTS, [("ours", "llama_cpp_BF16.gguf"), ("llama_cpp_Q4_K_M.gguf",) * 2], strict=True
+    ):
+        (made, *_) = make_cells(["S"], [precision], ["http"])
+        (llama,) = (peer for peer in PEERS if peer.supports(made))
+        assert OURS.server is not None
+        assert llama.server is not None
+        ours, theirs = (str(files.model(made, name)) for name in names)
+        assert OURS.server(files, made, 2)[1:] == ["serve", "--checkpoint", ours]
+        assert llama.server(files, made, 2)[1:] == ["-m", theirs, "--host", "127.0.0.1"]
 
 
 def test_int4_has_four_bits_in_every_matrix_of_each_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +176,8 @@ def test_int4_has_four_bits_in_every_matrix_of_each_engine(tmp_path: Path, monke
         PeerFiles(tmp_path),
         *(make_cells(["S"], [p], ["decode"]) for p in ("int4", "q4_k_m")),
     )
-    assert OURS.engine(files, made, 2)[-8:-4] == ["--dtype", "bfloat16", "--quantize", "int4"]
+    same = ["--checkpoint", str(files.model(made, "llama_cpp_Q4_0.gguf")), "--dtype", "bfloat16"]
+    assert OURS.engine(files, made, 2)[-8:-4] == same
     for peer in PEERS:
         peer.write_model(files, made)
     _, quantize, export = commands

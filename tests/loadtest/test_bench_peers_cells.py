@@ -82,7 +82,7 @@ def test_a_figure_is_sound_if_no_pair_was_disturbed() -> None:
 
 @pytest.mark.parametrize(("streams", "number"), [(1, 3), (16, 32), (64, 64)])
 def test_servers_without_flags_get_fewer_requests(streams: int, number: int) -> None:
-    cells = make_cells(["S"], [DEFAULTS], ["decode", "http", "prompt"])
+    cells = make_cells(["S"], [DEFAULTS[0]], ["decode", "http", "prompt"])
     assert [(made.kind, made.streams) for made in cells] == [("http", 1), ("http", 4), ("http", 16), ("http", 64)]
     assert [made.num_prompts for made in cells if made.streams == streams] == [number]
     assert cell("http", streams=64).num_prompts == 128
