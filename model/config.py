@@ -354,7 +354,7 @@ class ModelConfig:
         return self.mlp_size if size is None else size
 
     def kv_source(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads: itself, or an earlier layer of the same kind."""
+        """Return the layer whose keys and values a layer reads: itself, or an earlier one of its kind (window or not)."""
         if self.num_kv_shared_layers is None or layer < self.num_layers - self.num_kv_shared_layers:
             return layer
         return self._kv_sources[self.window(layer) is None]
@@ -366,7 +366,7 @@ class ModelConfig:
 
     @property
     def _kv_sources(self) -> dict[bool, int]:
-        """Return the layers that the last layers read, if any: with a window (key False), and without (True)."""
+        """Return the layers whose keys and values the last layers read: with a window (key False), without (True)."""
         first = self.num_layers - (self.num_kv_shared_layers or 0)
         return _last_layers(first, self.global_layers, self.sliding_window is not None)
 
@@ -381,7 +381,7 @@ class ModelConfig:
     def for_context(self, length: int) -> Self:
         """Return this config, with `max_context_length` = `length` if rotary frequencies depend on the served context.
 
-        The frequencies of kinds longrope and dynamic do. A config with others is returned unchanged.
+        They do with rope scaling of kind longrope or dynamic. All other configs are returned unchanged.
         """
         kind = None if self.rope_scaling is None else self.rope_scaling.kind
         if kind not in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):
@@ -490,7 +490,7 @@ class ModelConfig:
 
 @functools.lru_cache
 def _last_layers(end: int, global_layers: tuple[int, ...], has_windows: bool) -> dict[bool, int]:
-    """Return the last layer before layer `end` with a window (key False), and without (True). A kind may be absent."""
+    """Return the last layer below `end` with a window (key False), and without (True). A key may be absent."""
     without_window = set(global_layers)
     return {not has_windows or layer in without_window: layer for layer in range(end)}
 

@@ -218,7 +218,7 @@ class Experts:
 
 
 def checked_layers(name: str, layers: object) -> tuple[int, ...]:
-    """Return a list of integers of any size as a tuple. Raises ValueError, with the field's name, for anything else."""
+    """Return a list of layer numbers as a tuple. Raises ValueError unless all are integers; any integer is accepted."""
     if not isinstance(layers, (list, tuple)) or any(type(layer) is not int for layer in layers):
         raise ValueError(f"{name} must be a list of layer numbers, not {layers!r}")
     return tuple(layers)

@@ -91,8 +91,9 @@ class LoadRun:
 
     @classmethod
     def ended_now(cls, outcomes: Sequence[Outcome], began_seconds: float, began_cpu_seconds: float) -> Self:
-        """Return the `LoadRun` of finished requests, from the first intended send to the last end of a response.
+        """Return the `LoadRun` of a load whose requests have all ended, from the first intended send to the last end.
 
+        The client's CPU share is measured from the beginning of the load until now.
         began_...: `time.perf_counter()` and `time.process_time()` when the load began.
         """
         cpu_share = (time.process_time() - began_cpu_seconds) / max(time.perf_counter() - began_seconds, 1e-9)

@@ -55,7 +55,7 @@ class Slo:
     def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
         """Return a line of text for each objective that the load missed, with the measured value and the limit.
 
-        A load without requests gets one line, even without limits.
+        For a load without requests, the only line is "no request was sent", even without limits.
         """
         if not outcomes:
             return ["no request was sent"]
@@ -100,7 +100,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the summary of one load test, JSON-ready: the keys of `vllm bench serve`, and a few more.
 
-    Requests that were meant to be sent outside the counted interval are left out.
+    Requests whose intended send is outside the run's time, `began_seconds` to `ended_seconds`, are left out.
     """
     outcomes, seconds = sorted(run.sent, key=lambda outcome: outcome.index), run.duration_seconds
     done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
@@ -175,7 +175,7 @@ _COLUMNS = (
 
 
 def markdown(results: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table with a row per load test; below it failures, missed objectives and a busy client."""
+    """Return a Markdown table with a row per load test; below it failures, missed objectives and warnings."""
     rows, notes = [], []
     for run in results:
         label, texts = run["label"], {}

@@ -109,7 +109,10 @@ class Passages:
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     def cut(self, start: int, num_tokens: int) -> str:
-        """Return passage number `start` (any integer) of the text: at least one word, up to `num_tokens` tokens."""
+        """Return consecutive words of the text: at least one word, and up to `num_tokens` tokens.
+
+        start: number of the passage, any integer. Consecutive numbers begin far apart. The first word follows the last.
+        """
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at] + 1  # a cut may split one more token
@@ -128,7 +131,7 @@ def tales() -> str:
 
 
 def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
-    """Return random token ids, which no prefix cache holds, without the vocabulary's last id: it may end a text."""
+    """Return random token ids, which no prefix cache holds. The vocabulary's last id, possibly EOS, is excluded."""
     return [rng.randrange(vocab_size - 1) for _ in range(num_tokens)]
 
 

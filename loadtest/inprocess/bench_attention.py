@@ -61,7 +61,7 @@ class Row:
         return load_train_config(RECIPES / f"{self.name}.toml")
 
     def changes(self) -> dict[str, Any]:
-        """Return the model settings of this mechanism that differ from those of `compared_with`, JSON-ready."""
+        """Return the model settings of this mechanism's recipe that differ from recipe `compared_with`, JSON-ready."""
         before = load_train_config(RECIPES / f"{self.compared_with}.toml").model.to_dict()
         return {key: value for key, value in self.recipe().model.to_dict().items() if value != before[key]}
 
@@ -190,7 +190,7 @@ Rates = list[tuple[float, float]]  # of each round: tokens or calls per second, 
 def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) -> dict[str, Rates]:
     """Run every function once per round, after a warm-up round. Return each function's rates, one per round.
 
-    A function returns a number of tokens or calls. A rate is this number per second, and per second of CPU time.
+    A function returns a number of tokens or calls. A rate is a pair: this number per second, and per CPU second.
     """
     rates: dict[str, Rates] = {name: [] for name in works}
     for number in range(rounds + 1):
@@ -204,7 +204,10 @@ def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) 
 
 
 def _speeds(label: str, rates: Mapping[str, Rates], name: str) -> dict[str, Any]:
-    """Return an attention mechanism's tokens/s, and its tokens per CPU second over the baseline's in the same round."""
+    """Return the spread, over all rounds, of a mechanism's tokens/s, and of its speed relative to the baseline.
+
+    The relative speed is the ratio of tokens per CPU second in the same round.
+    """
     own, baseline = ([by_cpu for _, by_cpu in rates[side]] for side in (name, BASELINE))
     return {
         f"{label}_tokens_per_second": spread(rate for rate, _ in rates[name]),

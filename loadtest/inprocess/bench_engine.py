@@ -87,9 +87,9 @@ class Sweep:
             self._decode(point, 4)
 
     def measure(self, point: Point, machine: Machine) -> None:
-        """Measure one repeat of a point, and append its time and lower bound to the point.
+        """Measure a point once, and append the time of a step or prefill and its lower bound to the point.
 
-        Raises ValueError if the sequences of its batch never ran at the same time.
+        Raises ValueError if the sequences of the point's batch never ran at the same time.
         """
         if point.batch_size:
             seconds = self._decode(point, point.output_tokens).full_step_seconds

@@ -34,7 +34,7 @@ class MeasurementFailed(RuntimeError):
 
 
 def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Options) -> None:
-    """Add options to a parser. `options`: by name, the default, the description and perhaps the choices.
+    """Add options to a parser. `options`: name -> (default, description) or (default, description, choices).
 
     A list as default: the option takes several values. None: an optional number. False: a flag without a value. A type
     instead of a default: a required option of this type, or with choices a positional argument.
@@ -82,9 +82,10 @@ def run_program(
     argv: Sequence[str] | None = None,
     **settings: Any,
 ) -> int:
-    """Run the benchmark `python -m MODULE` with a command line: `run_benchmark` with these options and `--out`.
+    """Parse the command line of the benchmark `python -m MODULE`, call `run_benchmark`, and return its exit code.
 
     doc: docstring of the module, whose first paragraph describes the benchmark in the help.
+    options: options besides `--out`, as for `add_options`. settings: arguments of `run_benchmark`.
     """
     description = (doc or "").partition("\n\n")[0]
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description, epilog=EPILOG)

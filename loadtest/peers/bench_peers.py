@@ -86,7 +86,7 @@ class PairStore:
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
 
     def _speed_share(self, pair: ComparedPair) -> float:
-        """Return a pair's lowest processor speed relative to the median of all measurements; 1 if not measured."""
+        """Return a pair's lowest measured processor speed, relative to the median of all pairs; 1 if unmeasured."""
         probes = [probe for each in self.pairs for probe in each.gflops]
         return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
 
@@ -118,7 +118,7 @@ def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a peer's figures in a cell have a ratio, and so no error, and were measured undisturbed."""
+    """Return True if a peer's figures in a cell were measured without an error and without much other work."""
     return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 
@@ -211,7 +211,7 @@ def _pins(environment: str) -> list[str]:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Install the peers, compare them with Kvasir, and return all figures, also after an interruption.
+    """Install the peers, compare them with Kvasir, and return all figures; if interrupted, the figures so far.
 
     A peer that cannot be installed is listed as unavailable. Raises ValueError for less than one round or thread.
     """
@@ -253,7 +253,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 0; 1 after a failure, or an interruption, whose figures so far are written too."""
+    """Run the benchmark. Return 0, or 1 after a failure or an interruption, which writes the figures so far."""
     names = [peer.name for peer in PEERS]
     options = {
         "shapes": (["qwen3-0.6b", "llama-3.2-1b"], "model shapes", SHAPE_SIZES),

@@ -111,7 +111,7 @@ class Cell:
 
 
 def _cache_bytes(cell: Cell) -> int:
-    """Return the bytes of a cell's KV-cache of 2-byte values, when all completions have ended."""
+    """Return the bytes of KV-cache, in 2-byte values, that all streams of a cell fill by their last token."""
     token_bytes = shape_config(cell.shape).kv_bytes_per_token(2)
     return cell.streams * (cell.prompt_tokens + cell.output_tokens) * token_bytes
 
@@ -140,7 +140,7 @@ def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence
 
 
 def _largest_cache(cell: Cell) -> int:
-    """Return the KV-cache bytes of the largest cell with this cell's model and precision, which share one engine."""
+    """Return the KV-cache bytes of the largest cell with this cell's shape and precision: one engine runs them all."""
     return max(map(_cache_bytes, make_cells([cell.shape], [cell.precision], KINDS)))
 
 

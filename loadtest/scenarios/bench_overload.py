@@ -84,7 +84,7 @@ def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[st
 def measure_loads(
     arguments: argparse.Namespace, service: ServiceProcess, other_key: str, num_slots: int
 ) -> dict[str, Any]:
-    """Measure saturation, overload, and saturation again on the service. Return the figures of the three loads.
+    """Measure saturation, overload, and saturation again. Return figures of the loads, SDK clients and Retry-After.
 
     Raises MeasurementFailed if no request ends at saturation.
     """

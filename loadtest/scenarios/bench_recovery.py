@@ -46,7 +46,7 @@ def _stream(service: ServiceProcess, count: int, num_tokens: int, *, kills: bool
 
 
 def pause_after(killed: float, chunk_seconds: Sequence[float]) -> float:
-    """Return the seconds from the kill of the worker to the first token after the stream's longest gap since then."""
+    """Return the seconds from the kill of the worker to the end of the longest gap between chunks after the kill."""
     later = [killed, *(moment for moment in chunk_seconds if moment > killed)]
     gaps = {after - before: after - killed for before, after in itertools.pairwise(later)}
     return gaps[max(gaps)]

@@ -117,7 +117,7 @@ class KVCache:
         keys, values = (self.keys, self.key_scales), (self.values, self.value_scales)
         for (pools, scales), new_TKD in ((keys, k_TKD), (values, v_TKD)):
             if self.cache_dtype is torch.int8:
-                new_TKD, scales[layer][self._places(slot_mapping_T)] = quantized(new_TKD)
+                new_TKD, scales[layer][self._blocks_and_offsets(slot_mapping_T)] = quantized(new_TKD)
             else:
                 new_TKD = rounded(new_TKD, self.cache_dtype)
             pools[layer].flatten(0, 1).index_copy_(0, slot_mapping_T, new_TKD)
@@ -126,8 +126,8 @@ class KVCache:
         """Return whether a layer stores keys and values of its own: True unless it reads those of an earlier layer."""
         return self._sources[layer] == layer
 
-    def _places(self, slots_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return block and offset of each cache slot."""
+    def _blocks_and_offsets(self, slots_S: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each cache slot's block number, and its offset in the block."""
         return slots_S // self.block_size, slots_S % self.block_size
 
     def slots_of(self, blocks: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class KVCache:
         """Return copies of one layer's keys and values in these cache slots: (slots, KV heads, D), in `dtype`."""
         k_SKD, v_SKD = (pools[layer].flatten(0, 1).index_select(0, slots_S) for pools in (self.keys, self.values))
         if self.cache_dtype is torch.int8:
-            places = self._places(slots_S)
+            places = self._blocks_and_offsets(slots_S)
             k_SKD = k_SKD * self.key_scales[layer][places][..., None]
             v_SKD = v_SKD * self.value_scales[layer][places][..., None]
         return k_SKD.to(self.dtype), v_SKD.to(self.dtype)

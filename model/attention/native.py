@@ -157,7 +157,7 @@ def _rows_of(x_THD: Tensor) -> Tensor:
 def set_biases(call: AttentionCall, bias_HX: Tensor, longest: int) -> None:
     """Point the kernel's arguments for one layer to `bias_HX`, which the caller keeps alive.
 
-    bias_HX: result of `position_biases` for the same `longest`.
+    bias_HX: result of `position_biases` for the same `longest`, at least the number of tokens of the longest context.
     """
     call.bias, call.bias_length, call.bias_stride = bias_HX.data_ptr(), longest, bias_HX.shape[1]
 

@@ -64,7 +64,7 @@ class OutputParser:
         return self._state in (_State.UNDECIDED, _State.REASONING)
 
     def plain_kind(self, text: str) -> PartKind | None:
-        """Return the kind of the next text if `push` returns it as one part and keeps its state, as for most tokens.
+        """Return the kind of the next text if `push` would return all of the text as one part, as for most tokens.
 
         None: `push` is needed. This method takes a fraction of the time of `push`.
         """
@@ -81,7 +81,7 @@ class OutputParser:
         return _ARGUMENTS if is_inner else None
 
     def push(self, text: str) -> list[Part]:
-        """Add the next text of the completion; return the parts whose kind is now certain, which may be pieces."""
+        """Add the next text of the completion; return the text whose kind is now certain, as parts or their pieces."""
         if (kind := self.plain_kind(text)) is not None:
             return [Part(kind, text)]
         self._held += text

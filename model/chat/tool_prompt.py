@@ -10,7 +10,7 @@ from model.chat.tool_formats.tool_format import ToolFormat
 def write_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: ToolFormat
 ) -> list[dict[str, Any]]:
-    """Return a conversation for a template without tools.
+    """Return a conversation for a chat template that does not support tools.
 
     Descriptions of tools go into the system message, calls into assistant messages, results into user messages.
 

@@ -159,9 +159,9 @@ def _nibbles(words: Tensor) -> Tensor:
 def _ordered(
     encoded: EncodedTensor, codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, groups_I: Tensor | None
 ) -> GroupedWeight:
-    """Return a matrix from 4-bit codes, requantized to int8 if its inputs are not in the order of their groups.
+    """Return a matrix in groups from 4-bit codes; requantized to int8 if its groups are not of consecutive inputs.
 
-    groups_I: group of each input; None: in order.
+    groups_I: number of each input's group (act-order); None: groups are of consecutive inputs.
     """
     group_size: int | None = encoded.encoding.group_size
     size = encoded.shape[1] if group_size is None else group_size

@@ -72,8 +72,8 @@ def load_model(
 def _is_decoded(place: Placement, device: torch.device | str) -> bool:
     """Return True if `decode` reads a model tensor, False if `read_weights` reads it as floats.
 
-    Matrices of a GGUF file can also be read as floats: for a GPU, and beside parts that are not quantized. Parts of
-    different block types are decoded to the bits of the widest part.
+    Quantized matrices of a GGUF file are read as floats on a GPU, and if another part of the model tensor (q, k, v) is
+    not quantized. `decode` gives parts of different block types the bits of the widest part.
     """
     encodings = {type(part.encoding) for part in place.encoded}
     if GgufEncoding in encodings:
@@ -91,7 +91,7 @@ def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int
 
 
 def _set_quantized(model: Transformer, module: str, layer: GroupedLinear | Int8Linear, dtype: torch.dtype) -> None:
-    """Put a quantized layer in the place of a module: for the embedding, its lookup and, if tied, the LM head too."""
+    """Replace a module by a quantized layer. For the token embedding, also replace a tied LM head by the layer."""
     if module != "token_embedding":
         model.set_submodule(module, layer)
         return

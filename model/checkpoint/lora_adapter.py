@@ -1,7 +1,7 @@
 """Reading of LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors. Torch-free.
 
-An adapter adds scale * B A to matrices of its base model (Hu et al. 2021, arXiv 2106.09685). Kvasir's model has some of
-these matrices side by side (q, k and v; gate and up), so one matrix may get the additions of several of the adapter's.
+An adapter adds scale * B A to matrices of its base model (Hu et al. 2021, arXiv 2106.09685). Kvasir's model joins
+some of these matrices (q, k and v; gate and up), so one matrix of the model may get several additions of an adapter.
 
 Legend: F outputs, I inputs of a matrix, R rank, H heads, D head dimension.
 """
@@ -46,7 +46,7 @@ Array = NDArray[np.float32]
 
 @dataclass(frozen=True, eq=False)
 class Addition:
-    """Addition up_FR down_RI to a matrix of Kvasir's model. The scale is part of `up_FR`."""
+    """Addition to a matrix of Kvasir's model: the product up_FR @ down_RI. `up_FR` includes the scale."""
 
     down_RI: Array
     up_FR: Array
@@ -248,9 +248,9 @@ def _all_values(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
 def _short_names(
     headers: Mapping[str, TensorHeader], family: ModelFamily | None
 ) -> tuple[dict[str, TensorHeader], str]:
-    """Return the tensors by their names without PEFT's prefix and the family's, and the family's prefix in the file.
+    """Return the tensors' headers by short name, and the family's prefix that the names in the file have.
 
-    The second result is empty if no name has a prefix of the family.
+    A short name has neither PEFT's prefix nor the family's. The prefix is "" if no name has a prefix of the family.
     """
     prefixes = () if family is None else (family.prefix, *family.other_prefixes)
     found: dict[str, TensorHeader] = {}
@@ -264,9 +264,9 @@ def _short_names(
 
 
 def _matrices(manifest: Manifest) -> Iterator[tuple[str, Layout, dict[str, tuple[int, int]]]]:
-    """Yield each matrix that adapters can change: its module, its layout, and its parts.
+    """Yield each matrix of Kvasir's model that adapters can change: its module, its layout, and its parts.
 
-    The parts are the checkpoint's modules, in the order of rows, each with its outputs and inputs.
+    The parts are modules of the checkpoint (q_proj) with their (outputs, inputs), from the matrix's first row on.
     """
     for name, source in sources(manifest.config, manifest.family).items():
         module = name.removesuffix(".weight")
@@ -324,9 +324,10 @@ def _floats(header: TensorHeader, data: bytes) -> Array:
 
 
 def _join(parts: list[tuple[slice, Array, Array]], outputs: int, layout: Layout, manifest: Manifest) -> Addition:
-    """Return the addition to a whole matrix: its parts' A one below the other, and their B in a block diagonal.
+    """Return the addition to a matrix of Kvasir's model: its parts' A one below the other, B in a block diagonal.
 
-    parts: rows of the part in the matrix, A, and scale * B. outputs: rows of the matrix, in the file's `layout`.
+    parts: for each part its rows in the matrix, A, and scale * B. outputs: number of rows of the matrix.
+    layout: layout of the parts in the checkpoint.
     """
     down_RI = np.concatenate([down for _, down, _ in parts])
     up_FR = np.zeros((outputs, len(down_RI)), dtype=np.float32)

@@ -177,7 +177,7 @@ def end_of_text(tokenizer: Tokenizer) -> int | None:
 def evaluate(
     model: Transformer, tokenizer: Tokenizer, texts: Sequence[str], *, max_context_length: int | None = None
 ) -> HeldOut:
-    """Score held-out texts as training does: after `begin_of_text`, and with `end_of_text`, if any, as last scored id.
+    """Score held-out texts as in training: `begin_of_text` comes before a text; `end_of_text`, if any, is scored too.
 
     max_context_length: maximum number of inputs of a window; None: the model's context length.
 

@@ -79,9 +79,9 @@ class _Architecture:
     """Model architecture of GGUF files, in terms of Hugging Face's format.
 
     model_type: `model_type` of its family in config.json.
-    keys: config.json's keys by GGUF's keys, which a file must have.
-    names: GGUF's tensor names and layouts by module of Kvasir's model.
-    values: config.json's values that a file does not hold.
+    keys: GGUF key -> config.json key; a file must have all of these GGUF keys.
+    names: module of Kvasir's model -> names and layout of its GGUF tensors.
+    values: config.json values that no file of this architecture holds.
     """
 
     model_type: str
@@ -213,7 +213,7 @@ def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> d
 
 
 def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
-    """Return the metadata whose keys begin with `prefix`, by the rest of the key, without unused keys and zeros.
+    """Return the metadata under `prefix`, by the rest of the key, without unused keys and keys with the value 0.
 
     An array of one value for all layers becomes this value. Raises CheckpointError for any other array.
     """

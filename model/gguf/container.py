@@ -51,7 +51,7 @@ class GgufFile:
     tensors: Mapping[str, TensorHeader]
 
     def text(self, key: str) -> str | None:
-        """Return the string of a metadata key; None if it is absent. Raises CheckpointError for another scalar."""
+        """Return a metadata key's string; None if absent or an array. Raises CheckpointError for another scalar."""
         value = self.scalars.get(key)
         if value is not None and not isinstance(value, str):
             raise CheckpointError(f"{self.path}: {key} must be a string, not {value!r}; convert the model again")

@@ -76,7 +76,7 @@ def find_weight_files(directory: Path) -> tuple[tuple[str, ...], Mapping[str, st
 
 
 def read_weight_map(path: Path, suffix: str) -> dict[str, str]:
-    """Return the file name of each tensor from an index file. Raises CheckpointError for a name without `suffix`."""
+    """Return each tensor's file name from an index file. Raises CheckpointError for a file name without `suffix`."""
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map (tensor name -> file name); download this file again")

@@ -136,7 +136,7 @@ def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, 
 
 
 def _own_sizes(family: ModelFamily, config: ModelConfig) -> dict[str, Any]:
-    """Return a model's values of all config.json keys of a family that names its sizes in another way than Llama.
+    """Return all config.json values of a model in a family whose keys for sizes are not Llama's, such as GPT-2.
 
     Empty for other families.
     """
@@ -170,9 +170,9 @@ def _own_sizes(family: ModelFamily, config: ModelConfig) -> dict[str, Any]:
 
 
 def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> dict[str, Any]:
-    """Return a model's values of the config.json keys that its family has beside Llama's.
+    """Return a model's values of the config.json keys that its family adds to Llama's.
 
-    Empty for families of which `_candidates` tries several forms. types: kind of attention of each layer.
+    Empty for other families: `_candidates` tries several sets of keys. types: kind of attention of each layer.
     """
     window = {"sliding_window": config.sliding_window}
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}

@@ -88,7 +88,8 @@ class AwqEncoding:
 class PackedEncoding:
     """Format `pack-quantized` of compressed-tensors: 4-bit codes of 8 inputs in an int32.
 
-    has_zeros: groups have zero points. has_order: the order of inputs is free, and a tensor holds each input's group.
+    has_zeros: groups have zero points. has_order: a tensor holds each input's group; without it, groups are of
+        consecutive inputs.
     """
 
     group_size: int | None
@@ -306,9 +307,9 @@ def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
 
 
 def _agreed_choice(reader: ConfigReader, names: tuple[str, ...], choices: Mapping[str, Any]) -> Any:
-    """Return the item of `choices` that the keys of `names` select; reject a value that is not in `choices`.
+    """Return the item of `choices` that the first key of `names` selects; if that is the first item, the last key's.
 
-    An absent key selects the first item. If two keys select different items, the item that is not the first counts.
+    An absent key selects the first item. Raises CheckpointError for a value that is not in `choices`.
     """
     found = [reader.choice(name, next(iter(choices)), choices) for name in names]
     return found[-1] if found[0] == next(iter(choices.values())) else found[0]

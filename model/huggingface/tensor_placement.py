@@ -139,7 +139,7 @@ def _find_part(
 def _read_all_headers(
     family: ModelFamily | None, files: Sequence[Path], num_experts: int | None
 ) -> dict[str, TensorHeader]:
-    """Return the headers of the tensors in all files, by the usual tensor name without the family's prefix.
+    """Return the headers of the tensors in all files, by name without the family's prefix and with aliases resolved.
 
     A tensor of all experts of a layer is replaced by a header for each expert. Raises CheckpointError if two files hold
     the same tensor, or if a tensor has another number of experts than `num_experts`.

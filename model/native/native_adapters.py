@@ -1,4 +1,4 @@
-"""LoRA adapters for the native kernels: matrices in the order of low_rank.h, and the adapter of each row of a step.
+"""LoRA adapters for the native kernels: matrices in the layout of low_rank.h, and the adapter of each row of a step.
 
 Legend: F outputs, I inputs of a matrix, R rank, N blocks of 16.
 """

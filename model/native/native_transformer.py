@@ -58,7 +58,7 @@ _NICENESS = 10  # of the thread that moves matrices to large pages: it gets a te
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Return whether `NativeTransformer` supports a model with this config and dtype.
 
-    Needed: float32 or bfloat16, softmax attention, and rows of an even size of at most `_MAX_ROW_SIZE`.
+    Needed: float32 or bfloat16, softmax attention, and even sizes of a token's vectors, up to `_MAX_ROW_SIZE`.
     """
     inputs, experts = config.layer_input_size or 0, 0 if config.experts is None else config.experts.mlp_size
     heads = {config.num_heads * config.head_dim_of(layer) for layer in range(config.num_layers)}
@@ -74,7 +74,7 @@ def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
 def library_for(model: Transformer) -> KernelLibrary | None:
     """Return the kernel library of a model's attention backend; None if `to_native` cannot convert the model.
 
-    It can if all layers share one `NativeAttention`, the weights are on a CPU, and `computes` is true.
+    A conversion needs one `NativeAttention` for all layers, weights on a CPU, and that `computes` returns True.
     """
     backends = {cast(Block, block).attention.backend for block in model.layers}
     backend, weight = backends.pop(), model.token_embedding.weight
@@ -556,7 +556,7 @@ class NativeTransformer:
         return Matrix(*pointers, packed.inputs, packed.outputs, packed.numbers)
 
     def _norm(self, norm: RMSNorm | LayerNorm | None, *, divisor: float = 1.0) -> tuple[int | None, int | None]:
-        """Return pointers to float32 copies of a norm's weight and bias, divided by `divisor`."""
+        """Return pointers to float32 copies of a norm's weight and bias, both divided by `divisor`; None if absent."""
         if norm is None:
             return None, None
         bias_E = norm.bias if isinstance(norm, LayerNorm) else None

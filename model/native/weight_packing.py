@@ -31,10 +31,11 @@ _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """Weight matrix in the order in which the kernels read it, zero-padded to `outputs`, a multiple of 64.
+    """Weight matrix in the memory layout of the kernels, zero-padded to `outputs`, a multiple of 64.
 
     bias, scale, shift: a number for each padded output, or None. shift is for int8: 128 times the sum of the output's
-    weights, which the kernels subtract because they add 128 to each quantized input. numbers: as in kernel.h.
+    weights, which the kernels subtract because they add 128 to each quantized input.
+    numbers: type of the stored weights, as `Numbers` in kernel.h.
     """
 
     weight: Tensor
@@ -52,9 +53,9 @@ def padded(size: int) -> int:
 
 
 def shape_of(config: ModelConfig, dtype: torch.dtype, num_angles: int) -> Shape:
-    """Return the sizes and kinds that all layers share, as the structure that the native kernels read.
+    """Return the sizes and settings that all layers share, as the C structure of the native kernels.
 
-    num_angles: angles of a position, of all rotary embeddings.
+    num_angles: number of rotation angles of a position, of all rotary embeddings together.
     """
     return Shape(
         hidden=config.hidden_size,
@@ -158,7 +159,7 @@ def interleaved(rows: Tensor) -> Tensor:
 
 
 def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, *, gated: bool) -> Tensor:
-    """Copy a matrix (F, I) to the kernels' order (N, G, 64, S), with zeros for missing inputs and outputs.
+    """Copy a matrix (F, I) to the kernels' layout (N, G, 64, S), padded with zero inputs and outputs.
 
     parts: matrices that are one below the other in the packed matrix.
     """

@@ -46,7 +46,7 @@ class TokenRules:
 
 
 class _Counts:
-    """Counts of a completion's tokens, in arrays that no step rebuilds. The tokens of `known` begin with count 0."""
+    """Number of times that each token occurs in a completion, updated in place. Tokens of `known` begin with 0."""
 
     def __init__(self, known: Sequence[int]) -> None:
         listed = np.unique(np.array(known, dtype=np.int64))

@@ -223,7 +223,7 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def _special_parser(self) -> tokenizers.Tokenizer:
-        """Second library tokenizer, which parses special tokens in a text: switching the first is not thread-safe.
+        """Second library tokenizer, which parses special tokens: switching one tokenizer is not thread-safe.
 
         Both share the vocabulary and the merges: 40 MiB for 152,000 tokens.
         """

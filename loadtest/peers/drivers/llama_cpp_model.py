@@ -129,7 +129,7 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], setting
 
 
 def _gguf_name(name: str) -> tuple[str, str, int]:
-    """Return llama.cpp's name of a Hugging Face tensor: layer prefix, name in the layer, expert (0 without)."""
+    """Split a Hugging Face tensor name: return llama.cpp's layer prefix and name in the layer, and the expert or 0."""
     part = name.removeprefix("model.").removesuffix(".weight")
     if part in _NAMES:
         return "", _NAMES[part], 0

@@ -91,5 +91,5 @@ class ArgumentSchemas:
         return {**definitions, **schema}
 
     def error(self, fact: str, remedy: str) -> GrammarError:
-        """Return the error of a schema that the format cannot enforce."""
+        """Return an error of one line: the format cannot enforce `fact`, and the remedy."""
         return GrammarError(f"{fact} cannot be enforced in the {self.format_name} format; {remedy}")

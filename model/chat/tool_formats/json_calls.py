@@ -100,7 +100,10 @@ class _JsonCallParser(CallParser):
         return parts
 
     def _begin_call(self, parts: list[Part]) -> str:
-        """Add a call to `parts` if its name is complete in the held text, and return the text after it; else ""."""
+        """Add the call that begins the held text to `parts`. Return the text after its name and `after_name`.
+
+        Returns "", and adds nothing, while the call's name is incomplete.
+        """
         form = self._form
         before = form.before_name if self._is_first else form.after_arguments + form.separator + form.before_name
         if not self._held.startswith(before):

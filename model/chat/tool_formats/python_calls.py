@@ -148,7 +148,7 @@ class _Literals:
         return f'"{{" ({pair} (", " {pair})*)? "}}"'
 
     def pairs(self, schema: Mapping[str, Any], *, is_call: bool) -> str:
-        """Return the expression of an object's keys and values, separated by commas, as in a call or in a dict."""
+        """Return the expression of the pairs that an object schema allows: in a call `key=value`, else `key: value`."""
         # Built from the last pair to the first. Both are the remaining pairs: `after` with a comma before each pair,
         # `first` without the first comma.
         after, first = '""', '""'
@@ -220,9 +220,10 @@ class _PythonCallParser(CallParser):
         return True
 
     def _pass_value(self, parts: list[Part]) -> bool:
-        """Add a piece of the arguments: text outside strings up to a string, the value's end or an incomplete word.
+        """Move held text outside strings to `parts`, as JSON: up to the next string or the end of the value.
 
-        Return True if the piece ends at a string or the value's end.
+        Return True if a string begins or the value has ended, False if more text is needed. A word at the end of the
+        held text stays, because it may be incomplete.
         """
         passed, start = "", 0
         held = self._held

@@ -91,7 +91,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
-        """Return the Lark expression of one call of a tool, between opening or separator and separator or closing.
+        """Return the Lark expression of one call of a tool, without `opening`, `separator` and `closing`.
 
         Raises:
             GrammarError: the schema of the arguments cannot be enforced in this format.
@@ -118,11 +118,11 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call between opening or separator and separator or closing, for a conversation."""
+        """Return a call as text for a prompt's conversation, without `opening`, `separator` and `closing`."""
 
 
 def safe_length(text: str, mark: str) -> int:
-    """Return the length of the text that cannot belong to a later `mark`: all but the longest end that begins it."""
+    """Return the length of the text without its longest suffix that may be the beginning of `mark`."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             return len(text) - length

@@ -52,7 +52,7 @@ class XmlCalls(ToolFormat):
         return f"{head} {' '.join(arguments)} {document.literal(self.after_arguments)}"
 
     def _value(self, schema: Any, schemas: ArgumentSchemas, document: LarkDocument) -> str:
-        """Return the Lark expression of a value and `after_value`."""
+        """Return the Lark expression of an argument's value that fits the schema, followed by `after_value`."""
         kind, string = _kind(schema, schemas)
         if kind is not _Kind.JSON:
             return self._string(string, schemas, document, is_nullable=kind is _Kind.NULLABLE)
@@ -65,7 +65,10 @@ class XmlCalls(ToolFormat):
     def _string(
         self, schema: Mapping[str, Any], schemas: ArgumentSchemas, document: LarkDocument, *, is_nullable: bool
     ) -> str:
-        """Return the Lark expression of a string and `after_value`."""
+        """Return the Lark expression of a string that fits the schema, without quotes, followed by `after_value`.
+
+        is_nullable: the value may also be `null`.
+        """
         schemas.check_keywords(schema, "type", "enum", "const", "minLength", "maxLength", "pattern")
         least = schemas.read(schema, "minLength", 0)
         most = schemas.read(schema, "maxLength", 0) if "maxLength" in schema else None
@@ -94,7 +97,7 @@ class XmlCalls(ToolFormat):
 
 
 def _kind(schema: Any, schemas: ArgumentSchemas) -> tuple[_Kind, Mapping[str, Any]]:
-    """Return how an argument with this schema is written, and the schema of its strings, empty for JSON."""
+    """Return the spelling of an argument with this schema, and the schema of its string values; empty for kind JSON."""
     schema = schemas.resolve(schema)
     if not isinstance(schema, Mapping):
         return _Kind.JSON, {}

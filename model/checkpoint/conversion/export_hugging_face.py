@@ -64,11 +64,11 @@ def _export_weights(manifest: Manifest, family: ModelFamily, out: Path) -> torch
 
 
 class _Place(NamedTuple):
-    """Part of a tensor of Kvasir's model (q of qkv) that is a tensor of Hugging Face's format, or a piece of one.
+    """Part of a Kvasir tensor (q of qkv) that becomes a Hugging Face tensor, or one expert's piece of such a tensor.
 
-    name: name of Kvasir's tensor. source: parts of that tensor. part: position among these parts.
-    shape: shape of the part in Hugging Face's format.
-    is_piece: the tensor in Hugging Face's format holds all experts of a layer, and the part is that of one expert.
+    name: name of the Kvasir tensor. source: all parts of this tensor. part: number of this part among all parts.
+    shape: shape of this part in Hugging Face's format.
+    is_piece: the Hugging Face tensor holds all experts of a layer, and this part is that of one expert.
     """
 
     name: str
@@ -79,7 +79,7 @@ class _Place(NamedTuple):
 
 
 def _family_places(config: ModelConfig, family: ModelFamily) -> dict[str, list[_Place]]:
-    """Return the parts that make up each tensor of Hugging Face's format, by its name: one, or one for each expert."""
+    """Return, by Hugging Face tensor name, the parts of Kvasir tensors that make it up: one, or one per expert."""
     places: dict[str, list[_Place]] = {}
     for name, source in sources(config, family).items():
         for part, (stored, shape) in enumerate(source.shapes.items()):

@@ -1,4 +1,4 @@
-"""Cohere (Command R) and Cohere 2 (Command R7B): parallel layers with one layer norm, rotary pairs.
+"""Cohere (Command R) and Cohere 2 (Command R7B): parallel layers with one layer norm, rotation of neighbouring pairs.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """

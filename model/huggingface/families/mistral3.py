@@ -1,4 +1,7 @@
-"""Ministral 3 (2025): Mistral with YaRN, and scores that grow with the query's position; Mistral 3: a vision tower."""
+"""Ministral 3 (2025): Mistral with YaRN, and scores that grow with the query's position.
+
+Mistral 3: the language model, Mistral or Ministral 3, of models with a vision tower. The tower is not served.
+"""
 
 from collections.abc import Mapping
 from typing import Any

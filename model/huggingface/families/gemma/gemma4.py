@@ -1,4 +1,4 @@
-"""Gemma 4: dense models of text alone, and the language model of those with vision and audio towers, without them.
+"""Gemma 4: dense models of text alone, and the language model of those with towers, which are not served.
 
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """

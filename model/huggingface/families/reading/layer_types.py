@@ -35,9 +35,9 @@ def read_layer_types(
 
 
 def split_rope(reader: ConfigReader, own: Collection[str]) -> tuple[ConfigReader, dict[str, Any]]:
-    """Return a reader of the rotary embedding's keys without a family's `own` keys, and the values of the own keys.
+    """Split the settings of the rotary embedding: return a reader of the usual keys, and a dict of the family's `own`.
 
-    An own key with the value null, 0 or false is left out of both.
+    An own key with the value null, 0 or false is in neither of the two.
     """
     values: dict[str, Any] = {"rope_theta": reader.value("rope_theta")}
     found: dict[str, Any] = {}
