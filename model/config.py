@@ -354,7 +354,7 @@ class ModelConfig:
         return self.mlp_size if size is None else size
 
     def kv_source(self, layer: int) -> int:
-        """Return the layer whose keys and values a layer reads: itself, or an earlier one of its kind (window or not)."""
+        """Return the layer whose keys and values a layer reads: itself, or an earlier layer with the same `window`."""
         if self.num_kv_shared_layers is None or layer < self.num_layers - self.num_kv_shared_layers:
             return layer
         return self._kv_sources[self.window(layer) is None]

@@ -26,7 +26,7 @@ from loadtest.measurement.figures import Column, table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """Service level objectives of a load test; None: no limit. A load without a measured latency misses its limit."""
+    """Service level objectives of a load test; None: no limit. A latency that was never measured misses its limit."""
 
     ttft_p95_ms: float | None = described(None, "maximum 95th percentile of time to first token, ms")
     tpot_p95_ms: float | None = described(None, "maximum 95th percentile of time per output token, ms")

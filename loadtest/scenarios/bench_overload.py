@@ -56,7 +56,7 @@ def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
 
 
 def retry_after_errors(metrics: str) -> dict[str, Any]:
-    """Return the number of checked Retry-After values, and the share with an error up to 0.5 s, from `/metrics`."""
+    """Return from `/metrics` the number of checked Retry-After values, and the share with an error of at most 0.5 s."""
     samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
     buckets = (sample for sample in samples if sample.name == "llm_retry_after_error_seconds_bucket")
     counts = {float(sample.labels["le"]): round(sample.value) for sample in buckets}

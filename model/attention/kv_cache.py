@@ -32,7 +32,7 @@ def quantized(x_TKD: Tensor) -> tuple[Tensor, Tensor]:
 def rounded(x: Tensor, cache_dtype: torch.dtype) -> Tensor:
     """Round keys or values as a KV-cache does: to nearest, ties to even; NaN stays NaN.
 
-    The result has the dtype of the cache. For int8 it has the dtype of x, see `quantized`.
+    The result has the dtype of the cache. For int8, it is dequantized again, to the dtype of x; see `quantized`.
     """
     if cache_dtype is torch.int8:
         codes, scales = quantized(x)

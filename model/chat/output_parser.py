@@ -60,7 +60,7 @@ class OutputParser:
 
     @property
     def may_reason(self) -> bool:
-        """Return True while the next text can be reasoning: until it has ended, or text has begun without it."""
+        """Return True while the next text can be reasoning: until reasoning has ended, or other text has begun."""
         return self._state in (_State.UNDECIDED, _State.REASONING)
 
     def plain_kind(self, text: str) -> PartKind | None:

@@ -161,7 +161,7 @@ class Manifest:
 
     @cached_property
     def placements(self) -> Mapping[str, Placement]:
-        """Return the stored tensors that make up each model tensor, by its name. Raises CheckpointError.
+        """Return the stored tensors that make up each model tensor, by model tensor name. Raises CheckpointError.
 
         See `place_tensors`.
         """

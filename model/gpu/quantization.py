@@ -93,7 +93,7 @@ class Quantization:
     kernels: Any = None
 
     def make(self, weight_FE: Tensor, bias_F: Tensor | None) -> QuantizedLinear:
-        """Return a linear layer of these weights, which it quantizes to this format."""
+        """Return a linear layer that quantizes these weights to this format."""
         return QuantizedLinear(weight_FE, bias_F, FORMATS[self.name], self.kernels)
 
     def __str__(self) -> str:

@@ -166,7 +166,10 @@ class StoredQuantization:
 
 
 def read_quantization(path: Path, value: object) -> StoredQuantization | None:
-    """Read the value of `quantization_config` in the config.json `path`; None for null. Raises CheckpointError."""
+    """Return the encoding that a `quantization_config` in the config.json `path` describes; None for null.
+
+    Raises CheckpointError.
+    """
     if value is None:
         return None
     reader = _reader(path, QUANTIZATION_KEY, value, _HARMLESS, _MUST_BE)
@@ -284,7 +287,7 @@ def _reader(path: Path, name: str, value: object, harmless: frozenset[str], must
 
 
 def _check_bits(reader: ConfigReader, names: tuple[str, ...], bits: int = 4) -> None:
-    """Reject a key of `names` that sets another number of bits than `bits`. Absent keys are accepted."""
+    """Raise CheckpointError if a key of `names` sets another number of bits than `bits`. Absent keys are accepted."""
     for name, found in ((name, reader.value(name)) for name in names):
         if found is not None and (found != bits or isinstance(found, bool)):
             reader.reject(name, found, f"only {bits} bits are supported in this format; use such a checkpoint")

@@ -126,7 +126,7 @@ class Router(nn.Module):
         self.num_chosen, self.normalizes = experts.num_per_token, experts.normalizes
 
     def forward(self, x_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the float32 weights TC and the numbers TC of each token's chosen experts, most probable first."""
+        """Return each token's experts, most probable first: their float32 weights TC, and their numbers TC."""
         probabilities_TX = functional.linear(x_TE.float(), self.weight.float()).softmax(-1)
         weights_TC, experts_TC = probabilities_TX.topk(self.num_chosen, dim=-1)
         return weights_TC / weights_TC.sum(-1, keepdim=True) if self.normalizes else weights_TC, experts_TC

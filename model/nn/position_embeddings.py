@@ -125,7 +125,7 @@ def scale_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling | 
 
 
 def _yarn(kept: Tensor, stretched: Tensor, theta: float, original: int, turns: tuple[float, float]) -> Tensor:
-    """Return YaRN's frequencies, a ramp from `kept` to `stretched`, as in the authors' code.
+    """Return YaRN's frequencies: a ramp from the unscaled `kept` to the scaled `stretched`, as in the authors' code.
 
     turns: beta_fast and beta_slow, the turns in the original context of the frequencies at the ramp's two ends.
     """

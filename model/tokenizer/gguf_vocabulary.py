@@ -22,7 +22,7 @@ _NORMAL, _USER_DEFINED = 1, 4  # token types
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
-    """Named way to split a text into pieces.
+    """Way to split a text into pieces before the merges, which a GGUF file names.
 
     digits: every digit is a piece, before the pattern is applied.
     composes: characters are composed first (NFC).

@@ -259,8 +259,8 @@ def text_suffix(path: Path) -> str:
 def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
     """Yield the "id" and the document of each record of a corpus file. The text of a conversation is its transcript.
 
-    Plain text has the id "" for each document, a JSON record without an id "None". Raises ValueError for a file that
-    cannot be read, or a line that is not a record.
+    Blank lines separate the documents of a plain text, which have the id "". A JSON record without an id has the id
+    "None". Raises ValueError for a file that cannot be read, or a line that is not a record.
     """
     with open_text(path) as file:
         if text_suffix(path) not in JSON_SUFFIXES:

@@ -79,9 +79,9 @@ class ArgumentSchemas:
         raise self.error("a reference to itself", "remove the reference")
 
     def standalone(self, schema: Any) -> dict[str, Any]:
-        """Return a schema with the definitions of all the tool's parameters, so that references in it stay valid.
+        """Return a schema with the `$defs` and `definitions` of the tool's parameters, which its references need.
 
-        A schema true becomes {}, false a schema that no value fits.
+        The schema `true` becomes {}, and `false` becomes a schema that no value fits.
         """
         if not isinstance(schema, Mapping):
             return {} if schema else {"not": {}}

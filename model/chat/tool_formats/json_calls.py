@@ -61,7 +61,7 @@ class JsonCalls(ToolFormat):
     before_id: str = ""
 
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
-        """Return the Lark expression of one call."""
+        """Return the Lark expression of one call of a tool."""
         head = document.literal(f"{self.before_name}{tool.name}{self.before_id}")
         if self.before_id:
             head += f" {document.terminal(f'/[a-zA-Z0-9]{{{self.id_length}}}/')}"

@@ -31,7 +31,7 @@ class PythonCalls(ToolFormat):
     separator: str = ", "
 
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
-        """Return the Lark expression of one call."""
+        """Return the Lark expression of one call of a tool."""
         literals = _Literals(document, ArgumentSchemas(self.name, tool))
         try:
             arguments = literals.pairs(tool.parameters, is_call=True)

@@ -1,4 +1,4 @@
-"""Table of tool formats, and their detection. To add a format, add a row before rows whose regex also finds it."""
+"""Table of tool formats, and their detection. Add a format's row before rows whose regex also matches its templates."""
 
 from functools import partial
 

@@ -39,7 +39,7 @@ class XmlCalls(ToolFormat):
     after_arguments: str
 
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
-        """Return the Lark expression of one call."""
+        """Return the Lark expression of one call of a tool."""
         schemas = ArgumentSchemas(self.name, tool)
         arguments = []
         for name, schema, is_required in schemas.properties(tool.parameters):

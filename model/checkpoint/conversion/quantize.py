@@ -76,7 +76,7 @@ def _copy_other_files(directory: Path, out: Path) -> tuple[str, ...]:
 def _stored_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of all stored tensors: floats unchanged, matrices as `PackedEncoding` or `Int8Encoding`.
 
-    A tied embedding comes before the head that it shares its matrix with, so that its name is stored.
+    A tied embedding and LM head share one layer. It is yielded once, under the embedding's name.
     """
     for name, parameter in model.named_parameters():
         if parameter.numel():  # a quantized embedding has an empty weight
@@ -98,7 +98,7 @@ def _stored_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[st
 
 
 def _packed(codes_FI: Tensor) -> Tensor:
-    """Pack each eight codes from -8 to 7 of a row, plus 8, into an int32: the first code in the lowest bits."""
+    """Pack each eight codes of a row, -8 to 7, as code + 8 into an int32: the first code in the lowest bits."""
     nibbles_FI = functional.pad(codes_FI + 8, (0, -codes_FI.shape[1] % 8)).to(torch.uint8)
     bytes_FI = nibbles_FI[:, ::2] | nibbles_FI[:, 1::2] << 4
     words_FW: Tensor = bytes_FI.contiguous().view(torch.int32)

@@ -52,7 +52,7 @@ def _read_gemma2(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
 def newer_fields(
     reader: ConfigReader, fields: Mapping[str, Any], *, period: int, logit_cap: float | None
 ) -> dict[str, Any]:
-    """Return the ModelConfig fields that Gemma 2 and 3 read from the same keys.
+    """Return the ModelConfig fields that Gemma 2 and 3 have in common, including those of `shared_fields`.
 
     period: every `period`-th layer has no sliding window, if the config has no `layer_types`.
     logit_cap: default of `final_logit_softcapping`.
