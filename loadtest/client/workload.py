@@ -111,7 +111,8 @@ class Passages:
     def cut(self, start: int, num_tokens: int) -> str:
         """Return consecutive words of the text: at least one word, and up to `num_tokens` tokens.
 
-        start: number of the passage, any integer. Consecutive numbers begin far apart. The first word follows the last.
+        start: number of the passage, any integer. Passages of consecutive numbers begin far apart. After the last word
+            comes the first.
         """
         count = len(self._words)
         at = (start * self._stride) % count

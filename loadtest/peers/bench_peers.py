@@ -86,7 +86,7 @@ class PairStore:
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
 
     def _speed_share(self, pair: ComparedPair) -> float:
-        """Return a pair's lowest measured processor speed, relative to the median of all pairs; 1 if unmeasured."""
+        """Return a pair's lowest processor speed, relative to the median of all measured speeds; 1 if it has none."""
         probes = [probe for each in self.pairs for probe in each.gflops]
         return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
 
@@ -118,7 +118,7 @@ def is_quiet(other_work_cores: Sequence[float], processors_share: Sequence[float
 
 
 def is_sound(figure: Mapping[str, Any]) -> bool:
-    """Return True if a peer's figures in a cell were measured without an error and without much other work."""
+    """Return True if a peer's figures in a cell have no error, and were measured on a quiet machine (`is_quiet`)."""
     return "ratio" in figure and is_quiet(figure["other_work_cores"], figure["processors_share"])
 
 

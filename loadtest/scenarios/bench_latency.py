@@ -73,7 +73,7 @@ def summarize(arrivals: Sequence[PromptArrival]) -> dict[str, Any]:
 def measure(
     target: Target, vocab_size: int, *, streams: int, prompt_tokens: int, num_arrivals: int, seed: int
 ) -> list[PromptArrival]:
-    """Send prompts one by one, at random times, while streams decode. Return the latencies that each prompt causes.
+    """Send prompts one by one, at random times, while streams decode. Return each prompt's and the streams' latencies.
 
     Raises MeasurementFailed if a stream ends before its first token, or if a prompt fails.
     """

@@ -1,5 +1,6 @@
-"""Gemma 4: dense models of text alone, and the language model of those with towers, which are not served.
+"""Gemma 4: dense models of text alone, and the language model of those with vision and audio towers.
 
+The towers are not served.
 Source of names and defaults: the classes `…Config` and `…ForCausalLM` of the transformers library.
 """
 
