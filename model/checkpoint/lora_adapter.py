@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import regex
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from model.checkpoint.manifest import Manifest
 from model.gguf.container import is_gguf
 from model.huggingface.families.reading.family import Layout, ModelFamily, sources
-from model.io.files import CheckpointError, parsing, read_bytes, read_json
+from model.io.files import CheckpointError, check_is_searchable, parsing, read_bytes, read_json
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -40,8 +40,13 @@ _IGNORED_KEYS = {
 # Initial values of an adapter with which training leaves the base weights unchanged. Others, such as "pissa", do not.
 _INITIAL_VALUES = (True, False, None, "gaussian", "eva", "orthogonal")
 _REGEX_SECONDS = 1.0  # time limit of a pattern that backtracks
+_MAX_PATTERN_CHARACTERS = 10_000
+# Numbers of repetitions in a pattern: regex copies the repeated part, so a{1000000000} takes 270 GB.
+_MANY_REPETITIONS = regex.compile(r"(?s)\{.*(\{.*\{|\d{3})")
 
 Array = NDArray[np.float32]
+# Part of a matrix that an adapter changes: its rows in the matrix, the entries of A and B, and the scale of B.
+_Part: TypeAlias = tuple[slice, TensorHeader, TensorHeader, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +118,8 @@ class _Config:
 
 
 def _match(match: Callable[..., Any], pattern: str, module: str, path: Path) -> bool:
+    if len(pattern) > _MAX_PATTERN_CHARACTERS or _MANY_REPETITIONS.search(pattern):
+        raise CheckpointError(f"{path}: the pattern {pattern!r} is too large; list the names of the modules")
     try:
         return match(pattern, module, timeout=_REGEX_SECONDS) is not None
     except (regex.error, TimeoutError, RecursionError, OverflowError, MemoryError) as error:
@@ -129,6 +136,7 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
             missing, extra, or of a wrong shape or dtype; or a number is not finite. The message begins with the path.
     """
     path = directory / WEIGHTS_FILE
+    check_is_searchable(directory)  # is_dir raises OSError for a path that is too long
     if not directory.is_dir():
         problem = "not a directory" if directory.exists() else "no such directory"
         raise CheckpointError(f"{directory}: {problem}; give the directory with {CONFIG_FILE} and {WEIGHTS_FILE}")
@@ -141,39 +149,41 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
         )
     config = _read_config(directory / CONFIG_FILE)
     headers = read_headers(path)
-    data = read_bytes(path)
-    digest = hashlib.blake2b(read_bytes(config.path), digest_size=16)
-    digest.update(b"\0")
-    digest.update(data)
     found, prefix = _short_names(headers, manifest.family)
-    matrices: dict[str, Addition] = {}
+    stored: dict[str, tuple[list[_Part], int, Layout]] = {}
     unknown = dict(found)
     for name, layout, shapes in _matrices(manifest):
-        parts: list[tuple[slice, Array, Array]] = []
+        parts: list[_Part] = []
         row = 0
         for module, (outputs, inputs) in shapes.items():
             full = prefix + module
             names = [module + kind for kind in (_A, _B)]
             if config.has_target(full):
-                pair = _read_pair(config, full, names, (outputs, inputs), found, data)
-                parts.append((slice(row, row + outputs), *pair))
+                pair = _find_pair(config, full, names, (outputs, inputs), found)
+                parts.append((slice(row, row + outputs), *pair, config.scale_of(full)))
                 for tensor in names:
                     del unknown[tensor]
             row += outputs
         if parts:
-            matrices[name] = _join(parts, row, layout, manifest)
+            stored[name] = parts, row, layout
     if unknown:
         header = next(iter(unknown.values()))
         raise CheckpointError(
             f"{path}: tensor {header.name} belongs to no target module that Kvasir can adapt ({len(unknown)} such "
             f"tensors); train adapters of the layers' linear modules, and list these in target_modules"
         )
-    if not matrices:
+    if not stored:
         raise CheckpointError(
             f"{config.path}: no linear module of the base model's layers is a target; correct target_modules, "
             "exclude_modules or layers_to_transform"
         )
-    return Adapter(key=digest.hexdigest(), matrices=matrices)
+    data = read_bytes(path)  # after the checks of its header: a wrong file may be larger than memory
+    digest = hashlib.blake2b(read_bytes(config.path), digest_size=16)
+    digest.update(b"\0")
+    digest.update(data)
+    return Adapter(
+        key=digest.hexdigest(), matrices={name: _join(*parts, manifest, data) for name, parts in stored.items()}
+    )
 
 
 def _read_config(path: Path) -> _Config:
@@ -276,19 +286,14 @@ def _matrices(manifest: Manifest) -> Iterator[tuple[str, Layout, dict[str, tuple
             yield module, source.layout, {part: (b, a) if is_transposed else (a, b) for part, (a, b) in shapes.items()}
 
 
-def _read_pair(
-    config: _Config,
-    module: str,
-    names: list[str],
-    shape: tuple[int, int],
-    found: Mapping[str, TensorHeader],
-    data: bytes,
-) -> tuple[Array, Array]:
-    """Return A and scale * B, float32, of a target module. Raises CheckpointError.
+def _find_pair(
+    config: _Config, module: str, names: list[str], shape: tuple[int, int], found: Mapping[str, TensorHeader]
+) -> tuple[TensorHeader, TensorHeader]:
+    """Return the entries of A and B of a target module. Raises CheckpointError.
 
-    names: tensor names of A and B in `found`. shape: outputs and inputs of the module. data: bytes of the weight file.
+    names: tensor names of A and B in `found`. shape: outputs and inputs of the module.
     """
-    rank, (outputs, inputs), arrays = config.rank_of(module), shape, []
+    rank, (outputs, inputs), pair = config.rank_of(module), shape, []
     for name, wanted in zip(names, ((rank, inputs), (outputs, rank)), strict=True):
         header = found.get(name)
         if header is None:
@@ -306,35 +311,34 @@ def _read_pair(
                 f"{header.path}: tensor {header.name} has shape {header.shape}, but rank {rank} and the base model "
                 f"require {wanted}; correct r or rank_pattern, or serve the adapter's own base model"
             )
-        array = _floats(header, data)
-        if not np.isfinite(array).all():
-            raise CheckpointError(f"{header.path}: tensor {header.name} holds NaN or infinity; train the adapter again")
-        arrays.append(array)
-    down_RI, up_FR = arrays
-    return down_RI, up_FR * np.float32(config.scale_of(module))
+        pair.append(header)
+    down, up = pair
+    return down, up
 
 
 def _floats(header: TensorHeader, data: bytes) -> Array:
+    """Return a tensor of the weight file's bytes, in float32. Raises CheckpointError if a number is not finite."""
     dtype = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[header.dtype]
     with parsing(header.path):  # the file may have changed since its header was read
         numbers = np.frombuffer(data, dtype, math.prod(header.shape), header.begin).reshape(header.shape)
-    if header.dtype == "BF16":
-        return (numbers.astype(np.uint32) << 16).view(np.float32)
-    return numbers.astype(np.float32)
+    is_bfloat16 = header.dtype == "BF16"
+    array = (numbers.astype(np.uint32) << 16).view(np.float32) if is_bfloat16 else numbers.astype(np.float32)
+    if not np.isfinite(array).all():
+        raise CheckpointError(f"{header.path}: tensor {header.name} holds NaN or infinity; train the adapter again")
+    return array
 
 
-def _join(parts: list[tuple[slice, Array, Array]], outputs: int, layout: Layout, manifest: Manifest) -> Addition:
+def _join(parts: list[_Part], outputs: int, layout: Layout, manifest: Manifest, data: bytes) -> Addition:
     """Return the addition to a matrix of Kvasir's model: its parts' A one below the other, B in a block diagonal.
 
-    parts: for each part its rows in the matrix, A, and scale * B. outputs: number of rows of the matrix.
-    layout: layout of the parts in the checkpoint.
+    outputs: number of rows of the matrix. layout: layout of the parts in the checkpoint. data: the weight file's bytes.
     """
-    down_RI = np.concatenate([down for _, down, _ in parts])
+    down_RI = np.concatenate([_floats(down, data) for _, down, _, _ in parts])
     up_FR = np.zeros((outputs, len(down_RI)), dtype=np.float32)
     column = 0
-    for rows, down, up in parts:
-        up_FR[rows, column : column + len(down)] = up
-        column += len(down)
+    for rows, down, up, scale in parts:
+        up_FR[rows, column : column + down.shape[0]] = _floats(up, data) * np.float32(scale)
+        column += down.shape[0]
     if layout is Layout.INTERLEAVED_HEADS:  # file: q, k and v of each head; model: q of all heads, then k, then v
         config = manifest.config
         heads = up_FR.reshape(config.num_heads, 3, config.head_dim, -1)

@@ -31,13 +31,13 @@ class Adapters:
     async def load(self, request: Request) -> Response:
         """Handle `POST /v1/load_lora_adapter`: check an adapter's files. From the response on, requests can name it.
 
-        The worker reads the files again. If that fails, the requests that name the adapter get the error.
+        The worker reads the files again. If that fails, the requests that name the adapter fail.
         """
         asked = LoadAdapterRequest.parse(await self._context.read_body(request))
         directory = self._resolve(asked.lora_path)
         async with self._loading:
             self._check_name(asked.lora_name)
-            adapter = await asyncio.to_thread(self._read, directory, asked.lora_path)
+            adapter = await asyncio.to_thread(self._read, directory)
             self._check_name(asked.lora_name)
             self._context.engine_client.load_adapter(
                 ServedAdapter(
@@ -87,12 +87,13 @@ class Adapters:
         if self._context.adapters.find(name) is not None:
             raise InvalidRequest(f"lora_name: {name!r} is loaded already; unload it first", param="lora_name")
 
-    def _read(self, directory: Path, path: str) -> Adapter:
+    def _read(self, directory: Path) -> Adapter:
         try:
             adapter = read_adapter(directory, self._context.served.manifest)
         except CheckpointError as error:
-            # The client sees its own path, not that of the server.
-            raise InvalidRequest(error_line(str(error).replace(str(directory), path)), param="lora_path") from None
+            # The client sees the path below --lora-dir, not that of the server.
+            message = error_line(str(error).replace(f"{self._root()}/", ""))
+            raise InvalidRequest(message, param="lora_path") from None
         needed, free = _MEMORY_FACTOR * adapter.num_bytes, available_memory_bytes()
         if needed > free:
             raise InvalidRequest(

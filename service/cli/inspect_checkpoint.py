@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,7 +78,7 @@ def examine(settings: InspectSettings) -> Findings:
     Raises CheckpointError if the path is no checkpoint at all.
     """
     path = settings.checkpoint
-    if not is_gguf(path) and not any((path / name).is_file() for name in (CONFIG_FILE, MANIFEST_FILE)):
+    if not is_gguf(path) and not any(os.path.isfile(path / name) for name in (CONFIG_FILE, MANIFEST_FILE)):
         read_manifest(path)  # raises: no checkpoint
     found = Findings()
     found.manifest = manifest = found.attempt(lambda: read_manifest(path))

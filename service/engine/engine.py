@@ -26,7 +26,7 @@ from service.engine.output_processor import SequenceOutput, create_delta
 from service.engine.scheduling.scheduler import EngineConfig, Scheduler, SequenceUpdate
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
-from service.ipc.messages import NON_FINITE, FinishReason, LoadAdapter, StepStats, Submit, TokenDelta
+from service.ipc.messages import ADAPTER_LOST, NON_FINITE, FinishReason, LoadAdapter, StepStats, Submit, TokenDelta
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,6 @@ class Engine:
         self._rejections: list[TokenDelta] = []
         self._num_submitted = 0
         self._read_adapter = read_adapter
-        self._adapter_errors: dict[str, str] = {}  # by key of an adapter that could not be loaded
 
     @property
     def has_work(self) -> bool:
@@ -163,7 +162,7 @@ class Engine:
                         f"beyond this model's vocabulary; use ids from 0 to {size - 1}"
                     )
             if submit.adapter and submit.adapter not in self._runner.adapters:
-                raise ValueError(self._adapter_errors.get(submit.adapter, "the adapter is not loaded"))
+                raise ValueError(ADAPTER_LOST)
             if submit.grammar is not None:
                 is_complete = self._grammars.begin(submit.uid, submit.prior_token_ids)
             self._scheduler.add(sequence)
@@ -181,12 +180,11 @@ class Engine:
     def load_adapter(self, command: LoadAdapter) -> None:
         """Read an adapter, unless it is loaded, and keep it until `unload_adapter`.
 
-        If the adapter cannot be read, no exception is raised: sequences that use it end with the error.
+        If the adapter cannot be read, no exception is raised: sequences that use it end with ADAPTER_LOST.
         """
         assert self._read_adapter is not None
         if command.key in self._runner.adapters:
             return
-        self._adapter_errors.pop(command.key, None)
         try:
             adapter = self._read_adapter(Path(command.directory))
             if adapter.key != command.key:
@@ -195,12 +193,10 @@ class Engine:
                 )
             self._runner.adapters.add(adapter)
         except (CheckpointError, MemoryError, torch.OutOfMemoryError) as error:
-            self._adapter_errors[command.key] = message = first_line(error)
-            logger.error("an adapter could not be loaded, so its requests fail: %s", message)
+            logger.error("an adapter could not be loaded, so its requests fail: %s", first_line(error))
 
     def unload_adapter(self, key: str) -> None:
         """Free an adapter. Call only when no sequence uses it. Unknown keys are ignored."""
-        self._adapter_errors.pop(key, None)
         self._runner.adapters.remove(key)
 
     def cancel(self, uid: str) -> None:

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from service.admission.controller import Admission
 from service.ipc.messages import (
+    ADAPTER_LOST,
     NON_FINITE,
     Cancel,
     Command,
@@ -256,8 +257,8 @@ class EngineClient:
             return InvalidRequest(
                 finish.error or "the request's token rules or grammar allow no next token; relax them", param=param
             )
-        if finish.error == NON_FINITE:
-            return EngineFailed(NON_FINITE, retry=False)
+        if finish.error in (NON_FINITE, ADAPTER_LOST):
+            return EngineFailed(finish.error, retry=False)
         return EngineFailed("the engine failed on this request", retry=True)
 
     def _queue_timeout(self, request: Inflight, *, has_begun: bool) -> QueueTimeout:

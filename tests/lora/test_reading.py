@@ -1,6 +1,7 @@
 """Adapters that cannot be served are rejected in one line that names the key or the tensor."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,9 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown key": (change_config(new_trick=3), "new_trick is not supported"),
     "a bad pattern": (change_config(target_modules="(q_proj"), "the pattern '(q_proj' is not a regular expression"),
     "a slow pattern": (change_config(target_modules=r"(.|\w|\S)*[^\w.]"), "takes too long"),
+    "a repeated pattern": (change_config(target_modules="q{1000000}"), "is too large; list the names"),
+    "nested repetitions": (change_config(rank_pattern={"((q{99}){99}){99}": 4}), "is too large; list the names"),
+    "a long pattern": (change_config(target_modules="q|" * 5001), "is too large; list the names"),
     "no JSON": (lambda directory: (directory / CONFIG).write_text("{"), "adapter_config.json: not JSON"),
     "no config": (lambda directory: (directory / CONFIG).unlink(), "adapter_config.json: missing"),
     "no weights": (lambda directory: (directory / WEIGHTS).unlink(), "adapter_model.safetensors: missing"),
@@ -120,6 +124,15 @@ def test_keys_that_are_off_change_nothing(adapter: Path, base: Path, values: dic
     assert after.matrices.keys() == before.matrices.keys()
     for name, addition in after.matrices.items():
         assert (addition.up_FR == before.matrices[name].up_FR).all()
+
+
+def test_a_wrong_file_larger_than_memory_is_rejected_by_its_header(adapter: Path, base: Path) -> None:
+    size = 2**40
+    header = json.dumps({"x": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    (adapter / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header)
+    os.truncate(adapter / WEIGHTS, 8 + len(header) + size)  # a sparse file
+    with pytest.raises(CheckpointError, match="is missing, though target_modules names its module"):
+        read_adapter(adapter, read_manifest(base))
 
 
 def test_a_file_is_no_directory(adapter: Path, base: Path) -> None:

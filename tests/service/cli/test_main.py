@@ -121,6 +121,12 @@ def test_a_missing_checkpoint_is_one_line_and_exit_code_1(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
+def test_a_checkpoint_path_that_cannot_be_looked_up_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--checkpoint", "a" * 256]) == 1
+    assert capsys.readouterr().err.startswith(f"kvasir {command}: {'a' * 256}: File name too long")
+
+
 def test_tokenize_prints_tokens_or_ids(tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenize", "--checkpoint", str(tiny_checkpoint), "--text", "ab😀", "--ids-only"]) == 0
     ids = [int(word) for word in capsys.readouterr().out.split()]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from service.admission.controller import QueuePolicy
-from service.ipc.messages import Cancel, FinishReason, RunningLimitChanged, Started, Submit, TokenDelta
+from service.ipc.messages import ADAPTER_LOST, Cancel, FinishReason, RunningLimitChanged, Started, Submit, TokenDelta
 from service.protocol.errors import (
     ApiError,
     ClientGone,
@@ -96,6 +96,18 @@ def test_a_failed_sequence_fails_the_request_after_its_earlier_deltas(reason: Fi
         with pytest.raises(EngineFailed) as caught:
             await request.next_deltas()
         assert "secret" not in caught.value.message
+
+    run(test)
+
+
+def test_a_request_whose_adapter_is_lost_gets_the_remedy_and_no_advice_to_retry() -> None:
+    async def test() -> None:
+        desk = Desk()
+        request = desk.submit(make_choice("a"))
+        desk.engine_client.receive([make_delta("a", finish=make_finish(FinishReason.ERROR, error=ADAPTER_LOST))])
+        with pytest.raises(EngineFailed, match="unload the adapter and load it again") as caught:
+            await request.next_deltas()
+        assert not caught.value.retry
 
     run(test)
 
