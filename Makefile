@@ -33,7 +33,7 @@ $(INSTALLED): $(SERVING)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-serve: $(SERVING) ## serve the shipped model on http://127.0.0.1:8000; CHECKPOINT=DIR, PORT=N and HOST=ADDRESS change model and address
+serve: $(SERVING) ## serve the shipped model on http://127.0.0.1:8000; CHECKPOINT=DIR, PORT=N and HOST=0.0.0.0 (or ::) change model and address
 	$(BIN)/kvasir serve --checkpoint $(CHECKPOINT) --host $(HOST) --port $(PORT)
 
 test: install ## run all tests in up to four processes, one test file at a time in each, the longest files first

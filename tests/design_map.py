@@ -4,6 +4,7 @@
 """
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def summary(path: Path) -> str:
         lines = text.splitlines()
         end = next(i for i, line in enumerate(lines) if not line.startswith("//") or line == "//")
         paragraph = " ".join(line.removeprefix("//").strip() for line in lines[:end])
-    return " ".join(paragraph.split()).split(". ")[0].removesuffix(".")
+    return re.split(r"(?<! al)\. ", " ".join(paragraph.split()))[0].removesuffix(".")
 
 
 def _table(folder: Path, paths: list[Path]) -> str:

@@ -154,6 +154,7 @@ def _peer_facts(models: Mapping[str, Any], peers: Mapping[str, Any], defaults: M
         "default_shapes": _named(defaults["shapes"]),
         "default_pairs": [pair for row in defaults["cells"] for pair in compared_pairs(row)],
         "best_pairs": best,
+        "slower_pairs": [pair for pair in every if pair["ratio"]["median"] < 1],
         "leading_pairs": [pair for pair in best if pair["shape"] in _LEADING],
         "pairs": {kind: [pair for pair in every if pair["kind"] == kind] for kind in _KINDS},
         "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],

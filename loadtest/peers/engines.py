@@ -58,8 +58,7 @@ _FORMATS: Final = {
     DEFAULTS[1]: Format((), "Q4_K_M", ours="llama_cpp_Q4_K_M.gguf"),
 }
 PRECISIONS: Final = tuple(_FORMATS)
-STREAMS, CONTEXTS = (1, 4, 16, 64), (128, 1024, 4096)
-PROMPT_TOKENS: Final = 64
+STREAMS, CONTEXTS, PROMPT_TOKENS = (1, 4, 16, 64), (128, 1024, 4096), 64
 # Kind, streams, tokens of a prompt, tokens of a completion. A context is the mean length while a completion grows.
 _SIZES: Final[tuple[tuple[Kind, int, int, int], ...]] = (
     *(("decode", streams, PROMPT_TOKENS, 128) for streams in STREAMS),

@@ -24,12 +24,10 @@ from loadtest.scenarios.service_benchmark import ServiceProcess, check_success, 
 from model.checkpoint.manifest import read_manifest
 from service.config.settings import ModelSettings
 
-_SHAPE, _CONTEXT = "S", 8192
-_SHORT_TOKENS = 16
+_SHAPE, _CONTEXT, _SHORT_TOKENS = "S", 8192, 16
 _DEFAULT_BUDGET: int = ModelSettings.model_fields["max_batched_tokens"].default
 _DEFAULT_SLOWDOWN: float = ModelSettings.model_fields["prompt_slowdown"].default
-# Time for which the streams run alone before each prompt arrives.
-_QUIET_SECONDS = 0.5
+_QUIET_SECONDS = 0.5  # for which the streams run alone before each prompt arrives
 
 
 def steps_between(streams: Sequence[Sequence[float]], start: float, end: float) -> int:

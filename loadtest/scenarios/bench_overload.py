@@ -32,8 +32,7 @@ from loadtest.client.workload import WorkloadKind, WorkloadSpec, arrivals
 from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
 from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, run_open, serve_settings
 
-# Number of memory samples, one per second, that do not count, because caches and pools still fill.
-_MEMORY_SETTLES = 20
+_MEMORY_SETTLES = 20  # first samples of memory, one per second, that do not count: caches and pools still fill
 
 
 def watch_memory(service: ServiceProcess, seconds: float) -> dict[str, Any]:

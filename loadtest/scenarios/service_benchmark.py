@@ -20,8 +20,7 @@ from loadtest.measurement.benchmark_program import MeasurementFailed
 from service.config.settings import ServeSettings, read_settings
 
 _START_SECONDS = 120.0
-# Longer than the service's drain and close, so that it is killed only if it hangs.
-_STOP_SECONDS = 60.0
+_STOP_SECONDS = 60.0  # longer than the service's drain and close, so that it is killed only if it hangs
 _POLL_SECONDS = 0.02
 _FIRST_REQUEST = LoadRequest(index=0, prompt="Once upon a time", max_tokens=1, temperature=0.0)
 

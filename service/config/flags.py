@@ -6,6 +6,7 @@ final B changes nothing, and case is ignored. A number alone is in MiB.
 
 import argparse
 import ast
+import difflib
 import functools
 import inspect
 import itertools
@@ -119,13 +120,16 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
         is_needed = field.is_required() and not default_text
         has_default = not is_needed and field.default is not False and field.default not in (None, ())
         default = f" (default: {default_text or field.default})" if has_default else ""
+        note = " (required)" if is_needed else ""
+        if name in kind.POSITIONAL:
+            note += f" ({name.upper()}: the flag can be left out)"
         if title not in groups:
             groups[title] = parser.add_argument_group(title)
         groups[title].add_argument(
             *(flag_of(each) for each in (name, FORMER_NAMES.get(name)) if each),
             dest=name,
             default=argparse.SUPPRESS,
-            help=f"{help_texts[name]}{default}{' (required)' * is_needed}".replace("%", "%%"),
+            help=f"{help_texts[name]}{default}{note}".replace("%", "%%"),
             **_argument(field.annotation, default=field.default, metavar=extra["metavar"]),
         )
     parser.epilog = epilog
@@ -136,7 +140,9 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
     if unknown:
         # A single unknown argument that is a directory is probably a checkpoint without `--checkpoint`.
         is_checkpoint = "checkpoint" in kind.model_fields and len(unknown) == 1 and Path(unknown[0]).is_dir()
-        hint = f"did you mean --checkpoint {unknown[0]}?" if is_checkpoint else f"see {parser.prog} --help"
+        meant = [f"--checkpoint {unknown[0]}"] if is_checkpoint else []
+        meant += difflib.get_close_matches(unknown[0].partition("=")[0], map(flag_of, kind.model_fields), 1, 0.7)
+        hint = f"did you mean {meant[0]}?" if meant else f"see {parser.prog} --help"
         raise SettingsError(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return vars(given)
 

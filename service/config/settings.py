@@ -547,7 +547,8 @@ def effective_settings(settings: CommandSettings, found: Mapping[str, object]) -
     """Return the effective value of each setting by name, as text. `found`: as for `effective_values`."""
     values = {**dict(settings), **found}
     return {
-        name: value.human_readable() if isinstance(value, ByteSize) else str(value) for name, value in values.items()
+        name: value.human_readable() if isinstance(value, ByteSize) else "none" if value in (None, ()) else str(value)
+        for name, value in values.items()
     }
 
 

@@ -146,7 +146,7 @@ def test_every_flag_sets_its_field() -> None:
     ("argv", "said"),
     [
         (("--checkpoint",), "--checkpoint: expected one argument"),
-        (("--checkpoint", "c", "--prot", "1"), "unrecognized arguments: --prot 1; see kvasir serve --help"),
+        (("--checkpoint", "c", "--prot", "1"), "unrecognized arguments: --prot 1; did you mean --port?"),
         (("--checkpoint", "c", "--max-num", "1"), "unrecognized arguments: --max-num 1"),
         (("--checkpoint", "c", "--port", "eight"), "--port: must be a whole number, not 'eight'"),
         (("runs/none",), "unrecognized arguments: runs/none; see kvasir serve --help"),
