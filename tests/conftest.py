@@ -4,6 +4,7 @@ import logging
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -77,15 +78,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order test files by duration. Deselect tests marked `gpu` without a GPU, and `families` without the option."""
+    """Order test files by duration. Deselect tests marked `gpu`, `triton` or `families` without what they need."""
     places = {ROOT / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places), "LONGEST names a file that is not there"
     items.sort(key=lambda item: places.get(item.path, len(places)))
-    left_out = {
-        mark
-        for mark, is_wanted in (("gpu", torch.cuda.is_available()), ("families", config.getoption("--families")))
-        if not is_wanted
+    wanted = {
+        "gpu": torch.cuda.is_available(),
+        "triton": find_spec("triton") is not None,
+        "families": config.getoption("--families"),
     }
+    left_out = [mark for mark, is_wanted in wanted.items() if not is_wanted]
     needing = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
     if needing:
         config.hook.pytest_deselected(items=needing)
@@ -99,6 +101,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for outcome, passed in (("passed", True), ("failed", False), ("error", False))
         for report in terminalreporter.stats.get(outcome, [])
     ]
+    if find_spec("triton") is None:
+        terminalreporter.line("triton is not installed: the GPU kernels were not compiled")
     if found := outcomes(reports):
         terminalreporter.section("parity of every family with transformers")
         for line in table(found):

@@ -19,11 +19,7 @@ from model.attention.metadata import AttentionForm, AttentionMetadata, RaggedVie
 from model.attention.score_biases import SCORE_BIASES
 from model.attention.sdpa import SdpaAttention, causal
 from model.config import ModelConfig
-
-try:
-    from model.attention import triton_decode
-except ImportError:  # triton is installed only with PyTorch for CUDA
-    triton_decode = None  # type: ignore[assignment]
+from model.system.triton_modules import import_with_triton
 
 # Kernel for sequences that compute one token: (q_BHD, form, positions_B, tables_BN, cache) -> BHD in the values' dtype.
 # Each query attends to the positions up to its own, within the window. CUDA graph capture requires that nothing is
@@ -159,14 +155,15 @@ class VarlenChunks:
 
 
 def _triton(context: KernelContext) -> DecodeKernel:
-    if triton_decode is None:
-        raise Unavailable("triton is not installed")
     if context.device.type != "cuda":
         raise Unavailable("the kernel needs a CUDA device")
+    if (triton_decode := import_with_triton("model.attention.triton_decode")) is None:
+        raise Unavailable("triton is not installed")
     size = context.config.largest_head_dim
     if not triton_decode.supports(context.dtype, size):
         raise Unavailable(f"the kernel does not support {context.dtype} with head dimension {size}")
-    return triton_decode.attend
+    kernel: DecodeKernel = triton_decode.attend
+    return kernel
 
 
 def _varlen(context: KernelContext) -> ChunkKernel:

@@ -64,7 +64,9 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
         form.scale, window, tables_BN.stride(0), q_BHD.stride(0), q_BHD.stride(1),
         SPLITS=splits, MIN_SPLIT=MIN_SPLIT, TILE=tile, BLOCK=kv_cache.block_size, KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
-        SIZE=size, PADDED=padded, HAS_SCALES=kv_cache.cache_dtype is torch.int8, num_warps=4, num_stages=2,
+        SIZE=size, PADDED=padded, HAS_SCALES=kv_cache.cache_dtype is torch.int8,
+        # With 4 warps, float32 numbers of heads over 64 do not fit into the registers of a thread.
+        num_warps=8 if q_BHD.dtype == torch.float32 else 4, num_stages=2,
     )  # fmt: skip
     _join_splits[(num_sequences, num_heads)](
         sums_BHXD, scales_BHX2, positions_B, out_BHD, window,

@@ -3,16 +3,14 @@
 from model.config_enums import MlpKind
 from model.nn.layers import GatedMlp, RMSNorm
 from model.nn.transformer import Attention, Transformer
-
-try:
-    from model.gpu import fused_kernels
-except ImportError:  # no triton: it comes with PyTorch for CUDA
-    fused_kernels = None  # type: ignore[assignment]
+from model.system.triton_modules import import_with_triton
 
 
 def fuse(model: Transformer) -> None:
     """Make a GPU model use fused kernels for RMS norm, rotation and SwiGLU; do nothing without triton or in float64."""
-    if fused_kernels is None or model.token_embedding.weight.dtype.itemsize > 4:
+    if model.token_embedding.weight.dtype.itemsize > 4:
+        return
+    if (fused_kernels := import_with_triton("model.gpu.fused_kernels")) is None:
         return
     for module in model.modules():
         if isinstance(module, RMSNorm):

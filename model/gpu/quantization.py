@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from model.nn.linear import quantize_rows, scale_sums
-
-try:
-    from model.gpu import quantized_kernels
-except ImportError:  # no triton: it comes with PyTorch for CUDA
-    quantized_kernels = None  # type: ignore[assignment]
+from model.system.triton_modules import import_with_triton
 
 # PyTorch's products need sizes that are multiples of 16, and more than 16 rows.
 _MULTIPLE, _MIN_ROWS = 16, 32
@@ -115,4 +111,4 @@ def choose(name: str, device: torch.device, dtype: torch.dtype) -> Quantization:
             f"--quantize fp8 needs a GPU with compute capability {needed} (Ada, Hopper) or higher, this GPU has "
             f"{has}; choose --quantize int8, or omit --quantize"
         )
-    return Quantization(name, quantized_kernels)
+    return Quantization(name, import_with_triton("model.gpu.quantized_kernels"))

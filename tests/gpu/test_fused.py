@@ -10,16 +10,16 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from model.attention.metadata import AttentionMetadata
-from model.gpu import fused_modules
 from model.gpu.fused_modules import fuse
 from model.nn.layers import RMSNorm, rms_norm
 from model.nn.position_embeddings import RotaryPositions, rotate_each
+from model.system.triton_modules import import_with_triton
 from tests.model.configs import VARIANTS, build
 
 pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])]
 
 # None without Triton. Devices that run these tests have Triton.
-fused_kernels: Any = vars(fused_modules)["fused_kernels"]
+fused_kernels: Any = import_with_triton("model.gpu.fused_kernels")
 # Allowed error by dtype, relative to the largest number: a sum in another order may round to the neighbouring value.
 TOLERANCES = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 

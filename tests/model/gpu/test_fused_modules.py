@@ -1,6 +1,8 @@
 """Replacement of a model's parts by fused GPU kernels, tested on a CPU with fake kernels."""
 
+import sys
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -8,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.attention.metadata import AttentionMetadata
-from model.gpu import fused_modules
 from model.gpu.fused_modules import fuse
 from model.nn.layers import RMSNorm, rms_norm
 from model.nn.position_embeddings import rotate_each
@@ -36,8 +37,8 @@ def product(gate_up: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = SimpleNamespace(rms_norm=norm, rotate_pair=rotation, silu_product=product)
-    monkeypatch.setattr(fused_modules, "fused_kernels", kernels)
+    kernels: Any = SimpleNamespace(rms_norm=norm, rotate_pair=rotation, silu_product=product)
+    monkeypatch.setitem(sys.modules, "model.gpu.fused_kernels", kernels)
     CALLS.clear()
 
 
@@ -61,7 +62,7 @@ def test_a_fused_model_computes_the_same(variant: str) -> None:
 
 def test_without_triton_or_in_float64_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     fuse(double := build(VARIANTS["rotary-gqa"]).double())
-    monkeypatch.setattr(fused_modules, "fused_kernels", None)
+    monkeypatch.setitem(cast(dict[str, Any], sys.modules), "model.gpu.fused_kernels", None)
     fuse(single := build(VARIANTS["rotary-gqa"]))
     for model in (double, single):
         assert {module.normalize for module in model.modules() if isinstance(module, RMSNorm)} == {rms_norm}

@@ -1,7 +1,8 @@
 """Int8 and fp8 layers for a GPU, tested on a CPU with PyTorch's products and fake kernels."""
 
+import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_quantizing_a_matrix_in_slices_changes_no_bit(name: str, monkeypatch: py
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_triton_kernels_multiply_few_rows_and_pytorch_many(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "quantized_kernels", fake_kernels(MAX_ROWS=20))
+    monkeypatch.setitem(cast(dict[str, Any], sys.modules), "model.gpu.quantized_kernels", fake_kernels(MAX_ROWS=20))
     chosen = choose(name, CPU, torch.bfloat16)
     assert str(chosen) == f"{name} matrices by triton for up to 20 rows, beyond them torch.{PRODUCTS[name]}"
     weight_FE, bias_F, x_TE = matrix(SHAPES[0])
@@ -95,7 +96,7 @@ def test_triton_kernels_multiply_few_rows_and_pytorch_many(name: str, monkeypatc
 
 
 def test_without_triton_pytorch_multiplies_any_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "quantized_kernels", None)
+    monkeypatch.setitem(cast(dict[str, Any], sys.modules), "model.gpu.quantized_kernels", None)
     chosen = choose("int8", CPU, torch.float32)
     assert chosen.kernels is None
     assert str(chosen) == "int8 matrices by torch._int_mm"

