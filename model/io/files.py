@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 300, 180
 _HASHED_BYTES = 2**24
+# The largest tokenizer.json in use has 33 MiB. Parsed, a file takes up to 30 times its size in memory.
+_MAX_JSON_MIB = 64
 
 
 class OneLineError(ValueError):
@@ -99,6 +101,13 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     """Read a JSON object from a file; an empty object if `optional` and the file is missing. Raises CheckpointError."""
     if optional and not os.path.lexists(path):
         return {}
+    check_is_file(path)
+    with reading(path):
+        mib = path.stat().st_size >> 20
+    if mib >= _MAX_JSON_MIB:
+        raise CheckpointError(
+            f"{path}: a file of {mib} MiB; a JSON file may have up to {_MAX_JSON_MIB}, so copy it again"
+        )
     data = read_bytes(path)
     try:
         values = json.loads(data)

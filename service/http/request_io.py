@@ -110,6 +110,8 @@ def install_error_handlers(app: FastAPI, count: Callable[[ApiError], None]) -> N
         count(reported)
         keep_error(request.scope, reported)
         response = error_response(reported, request.scope)
+        if not isinstance(error, (ApiError, HTTPException)):  # the server closes the connection after a bug
+            response.headers["connection"] = "close"
         if isinstance(reported, MethodNotAllowed):
             # Several routes may share a path, each with its own methods.
             routes = [r for r in app.routes if isinstance(r, Route) and r.matches(request.scope)[0] is not Match.NONE]

@@ -87,7 +87,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineCode:
-    """Resources that a compiled kernel needs. spilled_bytes: local memory of a thread, for values without a register."""
+    """Resources that a compiled kernel needs. spilled_bytes: local memory per thread, for values without a register."""
 
     registers: int
     spilled_bytes: int

@@ -87,3 +87,11 @@ def test_errors_have_one_printable_line() -> None:
     error = OneLineError("x\n" * 10**5 + "; copy the file again")
     assert str(error) == error_line("x\n" * 10**5 + "; copy the file again")
     assert str(error).isprintable()
+
+
+def test_a_json_file_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a sparse file
+    with pytest.raises(CheckpointError, match="a file of 1048576 MiB; a JSON file may have up to 64, so copy it again"):
+        read_json(path)

@@ -69,6 +69,7 @@ def test_every_error_has_openais_shape(client: TestClient, method: str, path: st
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code
     assert "secret" not in response.text
+    assert response.headers.get("connection") == ("close" if status == 500 else None)
     if status == 405:
         assert response.headers["allow"] == "POST"
 
