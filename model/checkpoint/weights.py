@@ -161,17 +161,18 @@ def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor, Layout]]) ->
 
 
 def _read_rows(file: Any, header: TensorHeader, start: int, stop: int) -> Tensor:
-    """Return the rows from `start` to `stop` of a stored tensor, those of a GGUF file dequantized to float32."""
+    """Return the rows from `start` to `stop` of a stored tensor, quantized rows of a GGUF file as float32."""
     if not is_gguf(header.path):
         stored = file.get_slice(header.name)
         return stored[start:stop] if header.index is None else stored[header.index, start:stop]  # type: ignore[no-any-return]
     kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // header.shape[0]
     file.seek(header.begin + start * row_bytes)
-    raw = np.frombuffer(data := file.read((stop - start) * row_bytes), np.uint8)
-    if len(data) < (stop - start) * row_bytes:
+    raw = np.empty((stop - start) * row_bytes, np.uint8)
+    if file.readinto(raw) < len(raw):
         raise CheckpointError(f"{header.path}: has been truncated; copy the file again")
-    numbers = dequantize(kind, raw.reshape(-1, kind.bytes)).reshape(stop - start, *header.shape[1:])
-    return torch.from_numpy(numbers)
+    is_plain = kind.name in DTYPES
+    rows = torch.from_numpy(raw if is_plain else dequantize(kind, raw.reshape(-1, kind.bytes)))
+    return (rows.view(DTYPES[kind.name]) if is_plain else rows).reshape(stop - start, *header.shape[1:])
 
 
 def _slices(target: Tensor) -> Iterator[tuple[Tensor, int, int]]:
