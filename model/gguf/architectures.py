@@ -53,14 +53,11 @@ _GRANITE_KEYS = {
     "attention.scale": "attention_multiplier",
     "logit_scale": "logits_scaling",
 }
-_COHERE_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps", "logit_scale": "logit_scale"}
+_LAYER_NORM_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"}
+_COHERE_KEYS = {**_LAYER_NORM_KEYS, "logit_scale": "logit_scale"}
 _EXPERT_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN3_MOE_KEYS = {**_LLAMA_KEYS, **_EXPERT_KEYS, "expert_feed_forward_length": "moe_intermediate_size"}
-_NEOX_KEYS = {
-    **_SIZES,
-    "attention.layer_norm_epsilon": "layer_norm_eps",
-    "use_parallel_residual": "use_parallel_residual",
-}
+_NEOX_KEYS = {**_LAYER_NORM_KEYS, "use_parallel_residual": "use_parallel_residual"}
 _GPT2_KEYS = {
     "context_length": "n_positions",
     "embedding_length": "n_embd",
@@ -69,8 +66,28 @@ _GPT2_KEYS = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
+_BLOOM_KEYS = {
+    "context_length": "seq_length",
+    "embedding_length": "hidden_size",
+    "block_count": "n_layer",
+    "feed_forward_length": "n_inner",
+    "attention.head_count": "n_head",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
+_FALCON_KEYS = {
+    **_SIZES,
+    "feed_forward_length": "ffn_hidden_size",
+    "attention.layer_norm_epsilon": "layer_norm_epsilon",
+}
 # Keys that do not change the logits, or repeat what the tensors' shapes say.
 _UNUSED_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+# Config key for biases of q, k and v; None for families without one, which always have biases.
+_BIAS_KEYS = {
+    **dict.fromkeys(("qwen2", "gpt2", "bloom")),
+    **dict.fromkeys(("ernie4_5", "starcoder2"), "use_bias"),
+    **{"falcon": "bias", "stablelm": "use_qkv_bias"},
+}
+_WINDOWS = "attention.sliding_window_pattern"  # an array: true for each layer with a window
 _LLAMA3_LENGTHS = [2**exponent for exponent in range(5, 21)]
 
 
@@ -105,6 +122,11 @@ _GEMMA_NAMES = {
     **_NAMES,
     **{name: Names(names.modules, Layout.ONE_ADDED) for name, names in (_NORMS | _OUT_NORMS).items()},
 }
+_POST_NORM_NAMES = {
+    **_NAMES,
+    "layers.#.attention_norm": plain("blk.#.post_attention_norm"),
+    "layers.#.mlp_norm": plain("blk.#.post_ffw_norm"),
+}
 # Number of layers of the largest Gemma 2 and Gemma 3. These two scale scores by 1/sqrt(hidden size / heads), all others
 # by 1/sqrt(head size), as in llama.cpp.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -119,18 +141,19 @@ _ARCHITECTURES = {
     "gemma": _llama_like("gemma", _GEMMA_NAMES, hidden_act="gelu_pytorch_tanh"),
     "gemma2": _llama_like("gemma2", _GEMMA_NAMES),
     "gemma3": _llama_like("gemma3_text", _GEMMA_NAMES),
-    "olmo2": _llama_like(
-        "olmo2",
-        {
-            **_NAMES,
-            "layers.#.attention_norm": plain("blk.#.post_attention_norm"),
-            "layers.#.mlp_norm": plain("blk.#.post_ffw_norm"),
-        },
-    ),
+    "olmo2": _llama_like("olmo2", _POST_NORM_NAMES),
+    "exaone4": _llama_like("exaone4", _POST_NORM_NAMES, sliding_window=None),
     "ernie4_5": _llama_like("ernie4_5", _PAIRED_NAMES),
     "hunyuan-dense": _llama_like("hunyuan_v1_dense"),
     "command-r": _Architecture(model_type="cohere", keys=_COHERE_KEYS, names=_PAIRED_NAMES, values={}),
     "cohere2": _Architecture(model_type="cohere2", keys=_COHERE_KEYS, names=_PAIRED_NAMES, values={}),
+    "stablelm": _Architecture(model_type="stablelm", keys=_LAYER_NORM_KEYS, names=_NAMES, values={}),
+    "starcoder2": _Architecture(
+        model_type="starcoder2",
+        keys={**_SIZES, "attention.layer_norm_epsilon": "norm_epsilon"},
+        names=_NAMES,
+        values={"hidden_act": "gelu_pytorch_tanh"},
+    ),
     "smollm3": _llama_like("smollm3", _PAIRED_NAMES),
     "phi3": _llama_like("phi3", {**_GPT_NAMES, "layers.#.mlp.gate_up": plain("blk.#.ffn_up")}),
     "granite": _Architecture(model_type="granite", keys=_GRANITE_KEYS, names=_PAIRED_NAMES, values={}),
@@ -138,11 +161,18 @@ _ARCHITECTURES = {
         model_type="granitemoe", keys={**_GRANITE_KEYS, **_EXPERT_KEYS}, names=_PAIRED_NAMES, values={}
     ),
     "gpt2": _Architecture(model_type="gpt2", keys=_GPT2_KEYS, names=_GPT_NAMES, values={}),
+    "bloom": _Architecture(
+        model_type="bloom",
+        keys=_BLOOM_KEYS,
+        names={**_GPT_NAMES, "embedding_norm": plain("token_embd_norm")},
+        values={},
+    ),
+    "falcon": _Architecture(model_type="falcon", keys=_FALCON_KEYS, names=_GPT_NAMES, values={}),
     "gptneox": _Architecture(model_type="gpt_neox", keys=_NEOX_KEYS, names=_GPT_NAMES, values={}),
 }
-# Families of which a GGUF file can be served; llama.cpp calls Mistral and Mixtral llama.
+# Families of which a GGUF file can be served; llama.cpp calls Mistral and Mixtral llama, and OLMo 3 olmo2.
 GGUF_FAMILIES = frozenset(
-    {*(architecture.model_type for architecture in _ARCHITECTURES.values()), "mistral", "mixtral"}
+    {*(architecture.model_type for architecture in _ARCHITECTURES.values()), "mistral", "mixtral", "olmo3"}
 )
 _MIXTRAL = _Architecture(model_type="mixtral", keys={**_LLAMA_KEYS, **_EXPERT_KEYS}, names=_PAIRED_NAMES, values={})
 
@@ -160,6 +190,8 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
             f"{file.path}: the architecture {name!r} is not supported; supported are {known}; use one of these"
         )
     architecture = _MIXTRAL if file.scalars.get("llama.expert_count") else _ARCHITECTURES[name]
+    if file.scalars.get("olmo2.attention.sliding_window"):
+        architecture = replace(architecture, model_type="olmo3")
     with parsing(file.path):
         values = _config_values(file, name, architecture)
     has_window = architecture.model_type == "llama" and "sliding_window" in values
@@ -185,18 +217,39 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
         raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing; convert the model again")
     values |= {"vocab_size": embedding.shape[0], "tie_word_embeddings": "output.weight" not in file.tensors}
     kv_heads = found.pop("attention.head_count_kv", None)
-    if architecture.keys is not _GPT2_KEYS:
+    if architecture.keys not in (_GPT2_KEYS, _BLOOM_KEYS):
         num_heads = values["num_attention_heads"]
         head_dim = found.pop("attention.key_length", values["hidden_size"] // num_heads)
         values |= _rotary_values(file, found, head_dim, is_partial=architecture.keys is _NEOX_KEYS)
-        if architecture.keys is not _NEOX_KEYS:
+        if architecture.keys is _FALCON_KEYS:
+            values |= {"num_kv_heads": kv_heads, "multi_query": kv_heads == 1}
+        elif architecture.keys is not _NEOX_KEYS:
             values |= {"num_key_value_heads": kv_heads or num_heads, "head_dim": head_dim}
-            if "attention.sliding_window" in found:
-                values["sliding_window"] = found.pop("attention.sliding_window")
+            values |= _window_values(file, found, name)
+            if architecture.model_type == "olmo3":
+                local = {"rope_theta": found.pop("rope.freq_base_swa", values["rope_parameters"]["rope_theta"])}
+                values["rope_parameters"] = {
+                    "full_attention": values["rope_parameters"],
+                    "sliding_attention": local,
+                }
             if name in _LARGEST_GEMMA:
                 values |= _gemma_values(name, found, values)
+    if architecture.model_type == "stablelm":  # the file's key is true for sequential layers too
+        found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
+        found["qk_layernorm"] = "blk.0.attn_q_norm.weight" in file.tensors
     values |= _biases(file, architecture.model_type)
     return {**values, **found}  # an unknown key is rejected by its name
+
+
+def _window_values(file: GgufFile, found: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the config values of layers with a window, and remove their key from `found`."""
+    if "attention.sliding_window" not in found:
+        return {}
+    values = {"sliding_window": found.pop("attention.sliding_window")}
+    if f"{name}.{_WINDOWS}" in file.arrays:
+        flags = file.numbers(f"{name}.{_WINDOWS}")
+        values["layer_types"] = ["sliding_attention" if flag else "full_attention" for flag in flags]
+    return values
 
 
 def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -208,18 +261,19 @@ def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> d
         return {"query_pre_attn_scalar": size}
     local = {"rope_theta": found.pop("rope.freq_base_swa", DEFAULT_THETA)}
     ropes = {"full_attention": values["rope_parameters"], "sliding_attention": local}
-    pattern = found.pop("attention.sliding_window_pattern", None)
-    return {"query_pre_attn_scalar": size, "rope_parameters": ropes, "sliding_window_pattern": pattern}
+    pattern = {"sliding_window_pattern": found.pop(_WINDOWS)} if _WINDOWS in found else {}
+    return {"query_pre_attn_scalar": size, "rope_parameters": ropes, **pattern}
 
 
 def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
     """Return the metadata under `prefix`, by the rest of the key, without unused keys and keys with the value 0.
 
-    An array of one value for all layers becomes this value. Raises CheckpointError for any other array.
+    The array of layers with a window is left out. Another array of one value for all layers becomes this value. Raises
+    CheckpointError if its values differ.
     """
     found = {key.removeprefix(prefix): value for key, value in file.scalars.items() if key.startswith(prefix)}
     for key in file.arrays:
-        if key.startswith(prefix):
+        if key.startswith(prefix) and key != f"{prefix}{_WINDOWS}":
             values = set(file.numbers(key))
             if len(values) != 1:
                 raise CheckpointError(
@@ -251,6 +305,7 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
         rope |= {"rope_type": kind, "factor": found.pop("rope.scaling.factor", None)}
         if kind == "yarn":
             betas = {key: found.pop(f"rope.scaling.yarn_{key}", None) for key in ("beta_fast", "beta_slow")}
+            betas["attention_factor"] = found.pop("rope.scaling.yarn_attn_factor", None)
             rope |= {"original_max_position_embeddings": original, **betas}
     elif found.get("rope.scaling.factor") == 1:
         del found["rope.scaling.factor"]
@@ -307,14 +362,10 @@ def _llama3_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict
 
 
 def _biases(file: GgufFile, model_type: str) -> dict[str, bool]:
-    """Return the config values for biases, from the tensors in the file; empty for Qwen 2 and GPT-2.
-
-    The config of these two has no such keys: they always have biases.
-    """
-    if model_type in ("qwen2", "gpt2"):
-        return {}
+    """Return the config values for biases, from the tensors in the file."""
     has_attention_bias = any(f"blk.0.{name}.bias" in file.tensors for name in ("attn_q", "attn_qkv"))
-    if model_type == "ernie4_5":
-        return {"use_bias": has_attention_bias}
+    if model_type in _BIAS_KEYS:
+        key = _BIAS_KEYS[model_type]
+        return {} if key is None else {key: has_attention_bias}
     biases = {"attention_bias": has_attention_bias}
     return biases if model_type == "gpt_neox" else {**biases, "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors}

@@ -24,27 +24,35 @@ _NORMAL, _USER_DEFINED = 1, 4  # token types
 class _Split:
     """Way to split a text into pieces before the merges, which a GGUF file names.
 
-    digits: every digit is a piece, before the pattern is applied.
+    before, after: patterns whose matches become pieces, before and after the pattern is applied.
     composes: characters are composed first (NFC).
     whole_first: a piece that is a token is not built by merges.
     """
 
     pattern: str
-    digits: bool = False
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
     composes: bool = False
     whole_first: bool = False
 
 
-_GPT2, _DIGITS = _Split(pattern=GPT2_PATTERN), _Split(pattern=GPT2_PATTERN, digits=True)
+_GPT2, _DIGITS = _Split(pattern=GPT2_PATTERN), _Split(pattern=GPT2_PATTERN, before=(r"\p{N}",))
 _LLAMA3 = _Split(pattern=LLAMA3_PATTERN, whole_first=True)
 _QWEN2 = _Split(pattern=QWEN_PATTERN, composes=True)
 _SPLITS: Mapping[str, _Split] = {
-    **dict.fromkeys(("gpt-2", "default", "phi-2", "mpt"), _GPT2),
+    **dict.fromkeys(("gpt-2", "default", "phi-2", "mpt", "exaone4"), _GPT2),
     "olmo": _Split(pattern=GPT2_PATTERN, composes=True),  # GPT-NeoX's
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3),
     "dbrx": _Split(pattern=LLAMA3_PATTERN),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
-    "stablelm2": _Split(pattern=QWEN_PATTERN),
+    **dict.fromkeys(("stablelm2", "hunyuan"), _Split(pattern=QWEN_PATTERN)),
+    "hunyuan-dense": _Split(
+        pattern=r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+        r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+        before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"),
+    ),
+    "bloom": _Split(pattern=r" ?[^(\s|.,!?…。，、।۔،)]+"),
+    "falcon": _Split(pattern=GPT2_PATTERN, before=(r"[\p{P}$+<=>^~|`]+",), after=("[0-9][0-9][0-9]",)),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
     "gpt-4o": _Split(pattern=O200K_PATTERN),
     "tekken": _Split(pattern=TEKKEN_PATTERN, whole_first=True),
@@ -84,9 +92,11 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, 
     merges = file.strings("tokenizer.ggml.merges")
     if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
         raise TokenizerError(f"expected two tokens in a merge, not {wrong!r}; convert the model again")
-    steps = pre_tokenizer_for(split.pattern)["pretokenizers"]
-    if split.digits:
-        steps = [{"type": "Digits", "individual_digits": True}, *steps]
+    before, after = (
+        [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in patterns]
+        for patterns in (split.before, split.after)
+    )
+    steps = [*before, *pre_tokenizer_for(split.pattern)["pretokenizers"], *after]
     return {
         "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": split.whole_first},
         "normalizer": {"type": "NFC"} if split.composes else None,

@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3",
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
+    "olmo3": "olmo2",
 }
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -44,6 +45,8 @@ _LAYER_NAMES = {
     "mlp.c_proj": "ffn_down",
     "attention.query_key_value": "attn_qkv",
     "attention.dense": "attn_output",
+    "self_attention.query_key_value": "attn_qkv",
+    "self_attention.dense": "attn_output",
     "mlp.dense_h_to_4h": "ffn_up",
     "mlp.dense_4h_to_h": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
@@ -57,12 +60,17 @@ _LAYER_NAMES = {
 _OUT_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _OTHER_NAMES = {
     "olmo2": _OUT_NORMS,
+    "olmo3": _OUT_NORMS,
+    "exaone4": _OUT_NORMS,
+    "bloom": {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
     "gemma2": _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
     "gemma3_text": _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
 }
 _NAMES = {
     "embed_tokens": "token_embd",
     "wte": "token_embd",
+    "word_embeddings": "token_embd",
+    "word_embeddings_layernorm": "token_embd_norm",
     "embed_in": "token_embd",
     "wpe": "position_embd",
     "norm": "output_norm",
@@ -162,20 +170,24 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     family = config.model_type
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(64 if family == "bloom" else config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    inner = config.n_inner or 4 * config.n_embd if family == "gpt2" else config.intermediate_size
-    writer.add_feed_forward_length(inner)
+    inner = {"gpt2": "n_inner", "bloom": "n_inner", "falcon": "ffn_hidden_size"}.get(family, "intermediate_size")
+    writer.add_feed_forward_length(getattr(config, inner, None) or 4 * config.hidden_size)
     writer.add_head_count(heads)
+    if family in ("bloom", "falcon"):
+        writer.add_head_count_kv(1 if family == "falcon" else heads)
+        writer.add_tensor_data_layout("jploski")
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
     if family == "gpt2":
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
     rope = config.rope_parameters
-    if family == "gemma3_text":
-        rope = rope["full_attention"]
-        if (local := config.rope_parameters["sliding_attention"]["rope_theta"]) != 10000.0:
-            writer.add_float32("gemma3.rope.freq_base_swa", local)
+    rope = rope.get("full_attention", rope)
+    if family == "gemma3_text" and (local := config.rope_parameters["sliding_attention"]["rope_theta"]) != 10000.0:
+        writer.add_float32("gemma3.rope.freq_base_swa", local)
     theta = rope["rope_theta"]
     if family == "hunyuan_v1_dense":
         theta *= rope.get("alpha", 1.0) ** (head_dim / (head_dim - 2))
@@ -201,16 +213,24 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_parallel_residual(config.use_parallel_residual)
         return
     writer.add_head_count_kv(config.num_key_value_heads)
-    if family in ("cohere", "cohere2"):
+    if family in ("cohere", "cohere2", "stablelm"):
         writer.add_layer_norm_eps(config.layer_norm_eps)
-        writer.add_logit_scale(config.logit_scale)
+    elif family == "starcoder2":
+        writer.add_layer_norm_eps(config.norm_epsilon)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if family in ("mistral", "mixtral", "gemma2", "gemma3_text", "cohere2") and config.sliding_window:
+    windows = ("mistral", "mixtral", "gemma2", "gemma3_text", "cohere2", "olmo3", "exaone4", "starcoder2")
+    if family in windows and config.sliding_window:
         writer.add_sliding_window(config.sliding_window)
+        if family in ("gemma3_text", "olmo3", "exaone4"):
+            writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    if family in ("cohere", "cohere2"):
+        writer.add_logit_scale(config.logit_scale)
+    if family == "stablelm":
+        writer.add_parallel_residual(True)  # as the converter does if config.json has no such key
     if family in ("gemma2", "gemma3_text"):
         if config.attn_logit_softcapping is not None:
             writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -273,7 +293,7 @@ def _as_stored(config: Any, name: str, kind: str, tensor: Tensor) -> Tensor:
         return tensor + 1
     if family == "gpt2" and kind == "weight" and tensor.dim() == 2 and name.startswith("blk"):
         return tensor.T.contiguous()
-    if part == "attn_qkv" and family == "gpt_neox":
+    if part == "attn_qkv" and family in ("gpt_neox", "bloom"):
         heads = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return heads.transpose(0, 1).reshape(tensor.shape)
     if family in ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe") and part in ("attn_q", "attn_k"):

@@ -40,6 +40,16 @@ EXPRESSIBLE = (
     *("ernie4_5", "hunyuan", "hunyuan alpha tied", "cohere", "cohere2"),
     *("smollm3 four layers", "phi3", "phi3 windows", "phi3 partial tied", "phi3 longrope beyond"),
     *("phi3 longrope partial", "granite", "granite tied biased", "granite without multipliers"),
+    *(
+        "olmo3",
+        "olmo3 without windows",
+        "exaone4",
+        "exaone4 without windows",
+        "bloom",
+        "falcon",
+        "stablelm",
+        "starcoder2",
+    ),
     *("qwen3_moe", "mixtral", "olmoe probabilities", "granitemoe"),
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 numbers

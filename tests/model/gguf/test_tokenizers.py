@@ -24,6 +24,8 @@ BYTE_LEVEL = {
     "qwen2": makers.qwen,
     "smollm": makers.digits,
     "gpt-4o": makers.o200k_pattern,
+    "falcon": makers.falcon,
+    "bloom": makers.bloom,
 }
 SENTENCEPIECE: dict[str, tuple[Callable[[], Library], dict[str, Any]]] = {
     "llama": (makers.llama2, {}),

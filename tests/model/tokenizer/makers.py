@@ -115,6 +115,26 @@ def digits() -> Tokenizer:
     return library
 
 
+def falcon() -> Tokenizer:
+    """Return one like Falcon's: punctuation apart, then GPT-2's pattern, then digits by three."""
+    library = gpt2()
+    digits_by_three = pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Punctuation("contiguous"), pre_tokenizers.ByteLevel(add_prefix_space=False), digits_by_three]
+    )
+    return library
+
+
+def bloom() -> Tokenizer:
+    """Return one like Bloom's: spaces and the punctuation of many languages end a piece."""
+    library = gpt2()
+    split = pre_tokenizers.Split(Regex(r" ?[^(\s|[.,!?…。，、।۔،])]+"), "isolated")
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return library
+
+
 def trimmed_added_token() -> Tokenizer:
     """Return a tokenizer with an added token that includes the spaces before it."""
     library = gpt2()
