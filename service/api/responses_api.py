@@ -76,7 +76,7 @@ class ResponsesApi:
         return record.conversation()
 
     def _record(self, asked: ResponsesRequest, tenant: str, earlier: list[dict[str, Any]]) -> StoredResponse | None:
-        """Return a new record, which puts the response into the store when it ends; None if it is not to be stored.
+        """Return a new record of a response, which adds itself to the store at its end; None if it is not to be stored.
 
         Raises an `ApiError` if the request needs the store but the store is off, or if the store has no room.
         """

@@ -60,7 +60,7 @@ class ChatSession:
                 if (line := self._read("> ")) is None:
                     break
                 was_interrupted = False
-                self._take(line)
+                self._handle_line(line)
             except EOFError:
                 break
             except KeyboardInterrupt:
@@ -84,7 +84,7 @@ class ChatSession:
                 break
         return "\n".join(line.removesuffix("\\") for line in lines)
 
-    def _take(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         """Run the command in a line, or send the line as a message. A failure is printed as one line, and counted."""
         name, _, argument = line.strip().partition(" ")
         try:

@@ -33,7 +33,7 @@ _STREAM_LENGTHS = (1024, 8192, 32_768)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Findings:
-    """Parts of a checkpoint. None: the part, or another that it needs, cannot be used; `refusals` says why.
+    """Checkpoint's manifest, tokenizer, served model and engine. None: cannot be read or built; `refusals` says why.
 
     warnings: keys and files that are ignored, a line each.
     refusals: reasons why the checkpoint would not be served, a line each.
@@ -186,7 +186,7 @@ def _stored(found: Findings) -> str | None:
 def _model_rows(found: Findings, manifest: Manifest) -> Rows:
     yield "family", "Kvasir's own format" if manifest.family is None else _family(manifest)
     yield "stored", f"{_stored(found) or 'unknown'}, {_size(manifest.num_weight_bytes)}"
-    yield from _choices(manifest.config)
+    yield from _config_rows(manifest.config)
 
 
 def _streams(engine: EngineForecast) -> dict[int, int]:
@@ -216,7 +216,7 @@ def _template_name(served: ServedModel) -> str | None:
     return None if served.template is None else Path(served.template.origin).name
 
 
-def _choices(config: ModelConfig) -> Rows:
+def _config_rows(config: ModelConfig) -> Rows:
     """Yield the config fields that affect this model. Fields that are unset or of an unused mechanism are left out."""
     uses = {
         "rope_theta": config.position is PositionKind.ROTARY,
@@ -280,7 +280,7 @@ def _token_rows(found: Findings, manifest: Manifest, tokenizer: Tokenizer) -> Ro
 
 
 def _flat(values: Mapping[str, Any]) -> Rows:
-    """Yield a row per field of the training record. A mapping becomes one row, a list of mappings one row each."""
+    """Yield one row per field of the training record, but one row per item of a field that is a list of mappings."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield name, _in_words(value)

@@ -66,7 +66,7 @@ class LogprobWriter:
         return written
 
     def _begin(self, visible_token_ids: frozenset[int]) -> None:
-        """Begin a part of the text that starts with a whole character. In it, these special tokens add their names."""
+        """Begin the text of the prompt or completion; no character spans both. These special tokens are part of it."""
         self._num_characters += len(self._decoder.flush())
         self._visible_token_ids = visible_token_ids
         self._decoder = StreamDecoder(self._format.tokenizer, visible_token_ids)
