@@ -99,7 +99,7 @@ class ResponsesApi:
         return record
 
     def _run(self, record: StoredResponse, response: Response, *, is_stream: bool) -> Response:
-        """Start to generate a response in the background. Return its present state, or the stream of its events."""
+        """Start to generate a response in the background. Return its JSON so far, or with `is_stream` its events."""
 
         async def make() -> Response:
             return response
@@ -194,7 +194,7 @@ def _tenant(request: Request) -> str:
 
 
 def _number(request: Request, name: str, default: int, *, least: int, most: int) -> int:
-    """Return a query parameter, or `default` if it is missing. Raises InvalidRequest unless it is in the range."""
+    """Return an integer query parameter, or `default`. Raises InvalidRequest outside `least` to `most`."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -47,7 +47,7 @@ class Findings:
     refusals: list[str] = dataclasses.field(default_factory=list)
 
     def attempt(self, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`; None after an error, which `refusals` then has as a line, only once."""
+        """Return the result of `read`; None after an error, which becomes a line of `refusals`, once."""
         try:
             return read()
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -176,7 +176,7 @@ def _family(manifest: Manifest) -> str:
 
 
 def _stored(found: Findings) -> str | None:
-    """Return the dtype of most weights in the files, such as BF16, or their quantization; None without an engine."""
+    """Return the dtype of most weights in the files, such as BF16, or their quantization; None if not servable."""
     manifest = found.manifest
     if manifest is None or found.engine is None:
         return None
@@ -190,7 +190,7 @@ def _model_rows(found: Findings, manifest: Manifest) -> Rows:
 
 
 def _streams(engine: EngineForecast) -> dict[int, int]:
-    """Return how many sequences fit into the KV-cache at once, by their length in tokens."""
+    """Return how many sequences fit into the KV-cache at once, for some lengths of a sequence in tokens."""
     facts, longest = engine.facts, engine.facts.max_context_length
     lengths = [*(length for length in _STREAM_LENGTHS if length < longest), longest]
     return {length: facts.num_blocks // -(-length // facts.block_size) for length in lengths}

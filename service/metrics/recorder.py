@@ -50,7 +50,7 @@ _MAX_BUFFERED = 1000
 
 
 class HistogramBuffer:
-    """Counts of a histogram's observations until `flush`: a quarter of the time of prometheus_client's."""
+    """Counts of a histogram's observations until `flush`; `observe` takes 1/4 of prometheus_client's time."""
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram

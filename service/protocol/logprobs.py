@@ -34,7 +34,7 @@ class LogprobFormat:
         return list(self.tokenizer.token_bytes(token_id) or name) or None
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """Return the ids and logprobs of the `num_top` most likely tokens of a position; -9999 is the least logprob."""
+        """Return the ids and logprobs, at least -9999, of the `num_top` most likely tokens of a position."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 

@@ -459,7 +459,7 @@ def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
 
 
 def check_quantize(quantize: str, manifest: Manifest) -> None:
-    """Raise `SettingsError` if --quantize is given for a checkpoint whose matrices are quantized."""
+    """Raise `SettingsError` if --quantize is given for a quantized checkpoint, except fp8, which is loaded as floats."""
     stored = manifest.quantization
     if quantize != "none" and stored is not None and stored.is_kept:
         raise SettingsError(
@@ -481,7 +481,7 @@ def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantiz
 def _num_blocks(
     settings: ModelSettings, resolved: _ResolvedSettings, reserved_bytes: int, profiled_bytes: int | None
 ) -> int:
-    """Return the number of KV-cache blocks: as requested, or as many as are useful and fit into memory.
+    """Return the number of KV-cache blocks: as requested, or for "auto" as many as are useful and fit into memory.
 
     Args:
         reserved_bytes: main memory to leave free for the server's other processes.

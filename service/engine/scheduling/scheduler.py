@@ -115,7 +115,7 @@ class Scheduler:
         return list(self._sequences.values())
 
     def add(self, sequence: SequenceState) -> None:
-        """Add a sequence to the waiting queue. Raise ValueError if it is empty, or too long for context or KV-cache."""
+        """Queue a sequence. Raise ValueError for an empty prompt, and if context or KV-cache is too small."""
         length, limit = len(sequence.token_ids), self._max_context_length
         assert sequence.uid not in self._sequences
         if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
