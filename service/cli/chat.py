@@ -190,7 +190,7 @@ class ChatSession:
         """Set the sampling parameter in `text` ("NAME VALUE"; the value `none` unsets it), and show all set ones."""
         name, _, value = text.partition(" ")
         if name and not value:
-            raise SettingsError(f"/set needs a value: /set {name} VALUE; none is the server's default")
+            raise SettingsError(f"/set needs a value: /set {name} VALUE; the value none restores the server's default")
         if name:
             self.settings = self.settings.with_sampling(name, value.strip())
         given = [f"{name} {value}" for name, value in self.settings.sampling().items()]

@@ -66,7 +66,7 @@ class LogprobWriter:
         return written
 
     def _begin(self, visible_token_ids: frozenset[int]) -> None:
-        """Begin the text of the prompt or completion; no character spans both. These special tokens are part of it."""
+        """Begin a run of tokens. No character spans two runs. In this run, these special tokens add their names."""
         self._num_characters += len(self._decoder.flush())
         self._visible_token_ids = visible_token_ids
         self._decoder = StreamDecoder(self._format.tokenizer, visible_token_ids)

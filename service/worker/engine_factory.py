@@ -459,7 +459,7 @@ def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
 
 
 def check_quantize(quantize: str, manifest: Manifest) -> None:
-    """Raise `SettingsError` if --quantize is given for a quantized checkpoint, except fp8, which is loaded as floats."""
+    """Raise `SettingsError` if --quantize is given for a quantized checkpoint. Only fp8, read as floats, is allowed."""
     stored = manifest.quantization
     if quantize != "none" and stored is not None and stored.is_kept:
         raise SettingsError(
