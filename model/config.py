@@ -252,8 +252,8 @@ class ModelConfig:
             divisors = getattr(scaling, name)
             if divisors is not None and len(divisors) != num_frequencies:
                 raise ValueError(
-                    f"rope_scaling {name} has {len(divisors)} values for the model's {num_frequencies} rotary "
-                    "frequencies; give one per frequency"
+                    f"rope_scaling {name} has length {len(divisors)}, but the model has {num_frequencies} rotary "
+                    "frequencies; give one divisor for each"
                 )
         if scaling.kind is RopeScalingKind.YARN and self.rope_theta <= 1:
             raise ValueError(f"rope_scaling of kind yarn needs a rope_theta above 1, not {self.rope_theta}")

@@ -70,7 +70,8 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
                 values = _sentencepiece(file, vocabulary, types)
             case kind:
                 raise TokenizerError(
-                    f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama; use a file with one of these"
+                    f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama; "
+                    "use a file with one of these"
                 )
         added = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
         values["added_tokens"] = [{**added_token(tokens[i], i), "special": False} for i in added]

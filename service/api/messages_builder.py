@@ -136,7 +136,7 @@ class MessagesBuilder(ChatBuilder):
         return part.kind is PartKind.CALL or part.kind not in (self._open, PartKind.ARGUMENTS)
 
     def _begun(self, choice: Choice, part: Part) -> OutputBlock | None:
-        """Return a new, empty block if this part begins one; None if the part belongs to the open block."""
+        """Open and return a new, empty block if this part begins one; None if the part belongs to the open block."""
         if not self._begins(part):
             return None
         self._open = part.kind

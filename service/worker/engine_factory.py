@@ -259,7 +259,7 @@ def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length:
 
 
 def _as_served(settings: ModelSettings, manifest: Manifest) -> Manifest:
-    """Return the manifest with the config for the served context length. Log parts not served, as a vision tower."""
+    """Return the manifest with the config for the served context length. Log which parts are not served."""
     if manifest.left_out:
         logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
     return _for_context(settings, manifest)

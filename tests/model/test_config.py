@@ -98,7 +98,7 @@ def test_a_config_survives_a_round_trip_through_a_dictionary(name: str) -> None:
             {"rope_scaling": {"kind": "dynamic", "factor": 2.0, "original_context_length": 16}, "rotary_dim": 2},
             "rope_scaling of kind dynamic needs more than two rotated dimensions",
         ),
-        ({"rope_scaling": LONGROPE}, "short_divisors has 3 values for the model's 4 rotary"),
+        ({"rope_scaling": LONGROPE}, "short_divisors has length 3, but the model has 4 rotary"),
         ({"logit_divisor": 0.0}, "logit_divisor must be a positive number"),
         ({"global_head_dim": 16}, "global_head_dim=16 must be even, with local_rope_theta given"),
         ({"sliding_window": 7, "local_rope_theta": 5.0, "global_head_dim": 9}, "global_head_dim=9 must be even"),
