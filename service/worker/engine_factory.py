@@ -109,7 +109,7 @@ class EngineFacts:
 class EngineForecast:
     """Engine that a new process on this machine would build now, known from the headers of the checkpoint's files.
 
-    facts: facts of that engine. On a GPU, the number of KV-cache blocks is an estimate: nothing is measured.
+    facts: facts of that engine. On a GPU, `num_blocks` is an estimate: the largest step is not run to measure memory.
     weight_bytes: size of the weights as they are served.
     cache_bytes_per_token: KV-cache of one token, over all layers.
     """
