@@ -168,8 +168,8 @@ class ModelConfig:
         changes_scores = self.qk_norm or self.score_scale is not None or self.score_soft_cap is not None
         if self.attention is AttentionKind.AVERAGE and (in_scores or changes_scores):
             raise ValueError(
-                "attention=average has no scores; remove qk_norm, score_scale and score_soft_cap, and choose position "
-                "none, learned or sinusoidal"
+                "attention=average weights all tokens equally, without scores; remove qk_norm, score_scale and "
+                "score_soft_cap, and choose position none, learned or sinusoidal"
             )
         needed = {
             "num_relative_buckets": self.position is PositionKind.RELATIVE_BIAS,
@@ -247,11 +247,13 @@ class ModelConfig:
         scaling = self.rope_scaling
         if scaling is None:
             return
-        for divisors in (scaling.short_divisors, scaling.long_divisors):
-            if divisors is not None and len(divisors) != self.rotary_size // 2:
+        num_frequencies = self.rotary_size // 2
+        for name in ("short_divisors", "long_divisors"):
+            divisors = getattr(scaling, name)
+            if divisors is not None and len(divisors) != num_frequencies:
                 raise ValueError(
-                    f"rope_scaling has {len(divisors)} divisors for {self.rotary_size // 2} frequencies; "
-                    "give one for each"
+                    f"rope_scaling {name} has length {len(divisors)}, but the model has {num_frequencies} rotary "
+                    "frequencies; give one divisor for each"
                 )
         if scaling.kind is RopeScalingKind.YARN and self.rope_theta <= 1:
             raise ValueError(f"rope_scaling of kind yarn needs a rope_theta above 1, not {self.rope_theta}")
@@ -262,16 +264,18 @@ class ModelConfig:
             self.local_rope_theta is None or self.rotary_dim is not None or self.global_head_dim % 2
         ):
             raise ValueError(
-                "global_head_dim needs to be even, and needs a local_rope_theta and no rotary_dim, because the two "
-                "kinds of layers rotate heads of different sizes; correct one of them"
+                f"global_head_dim={self.global_head_dim} must be even, with local_rope_theta given and rotary_dim "
+                "absent, because global and local layers rotate heads of different sizes; correct these fields"
             )
         if self.layer_input_size is not None and self.norm is not NormKind.RMS_NORM:
-            raise ValueError("layer_input_size needs norm=rms_norm; correct one of the two")
+            raise ValueError(
+                f"layer_input_size needs norm=rms_norm, not {self.norm}; correct norm, or remove layer_input_size"
+            )
         uses_keys = self.attention is AttentionKind.SOFTMAX and self.position is not PositionKind.DISENTANGLED
         if (self.value_norm or self.num_kv_shared_layers is not None) and not uses_keys:
             raise ValueError(
                 "value_norm and num_kv_shared_layers need attention=softmax and a position other than disentangled; "
-                "correct one of them"
+                "correct attention or position, or remove value_norm and num_kv_shared_layers"
             )
         if self.num_kv_shared_layers is None:
             if self.kv_shared_mlp_size is not None:
@@ -280,8 +284,8 @@ class ModelConfig:
         first = max(0, self.num_layers - self.num_kv_shared_layers)
         if not {self.window(layer) is None for layer in range(first, self.num_layers)} <= self._kv_sources.keys():
             raise ValueError(
-                f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no earlier layer of the same kind, with or "
-                "without a window; decrease it"
+                f"num_kv_shared_layers={self.num_kv_shared_layers} leaves no earlier layer of the same kind (with or "
+                "without a window) whose keys and values the last layers can use; decrease it"
             )
 
     def _check_layers(self) -> None:

@@ -69,7 +69,7 @@ def build_server(
             settings=settings,
             manifest=manifest,
             stamps=stamps_of(manifest.weight_files),
-            found={**served.found(settings), "api_keys": keys},
+            found={**served.setting_values(settings), "api_keys": keys},
             main_pid=lifecycle.main_pid,
         )
     )

@@ -107,7 +107,7 @@ class EngineRun:
         ends = [seconds for seconds, count in sorted(tokens_at.items()) if count == len(self.token_seconds)]
         if len(ends) < 2:
             raise ValueError(
-                f"{len(self.token_seconds)} sequences ran all at once in fewer than two steps; "
+                f"fewer than two steps computed a token of each of the {len(self.token_seconds)} sequences; "
                 "raise --max-batched-tokens or --steps"
             )
         return (ends[-1] - ends[0]) / (len(ends) - 1)

@@ -119,7 +119,7 @@ def _decode_packed(encoded: EncodedTensor) -> GroupedWeight:
     if tuple(stored["weight_shape"].tolist()) != encoded.shape:
         header = encoded.tensors["weight_shape"]
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} states another shape than its matrix has, {encoded.shape}; "
+            f"{header.path}: tensor {header.name} holds another shape than that of its matrix, {encoded.shape}; "
             "save the weights again"
         )
     zeros_FJ = None
@@ -170,7 +170,7 @@ def _ordered(
     if not 0 <= int(groups_I.min()) <= int(groups_I.max()) < scale_FJ.shape[1]:
         header = next(header for name, header in encoded.tensors.items() if name.endswith("g_idx"))
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} has groups beyond the {scale_FJ.shape[1]} of the scales; "
+            f"{header.path}: tensor {header.name} has a group number outside 0 to {scale_FJ.shape[1] - 1}; "
             "save the weights again"
         )
     zeros = _MIDDLE if zeros_FJ is None else zeros_FJ[:, groups_I].float()

@@ -174,8 +174,8 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
         )
     if not stored:
         raise CheckpointError(
-            f"{config.path}: no linear module of the base model's layers is a target; correct target_modules, "
-            "exclude_modules or layers_to_transform"
+            f"{config.path}: the adapter has no linear module of the base model's layers as a target; correct "
+            "target_modules, exclude_modules or layers_to_transform"
         )
     data = read_bytes(path)  # after the checks of its header: a wrong file may be larger than memory
     digest = hashlib.blake2b(read_bytes(config.path), digest_size=16)

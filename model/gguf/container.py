@@ -182,7 +182,7 @@ class _Reader:
     def _name(self, what: str) -> str:
         name = self._string(what)
         if not name or not name.isprintable() or len(name) > 255:
-            self._fail(f"the {what} {name[:80]!r} is not 1 to 255 printable characters; copy the file again")
+            self._fail(f"the {what} {name[:80]!r} must have 1 to 255 printable characters; copy the file again")
         return name
 
     def _scalar(self, key: str, kind: int) -> Scalar:

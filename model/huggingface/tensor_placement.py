@@ -69,8 +69,8 @@ def place_tensors(
     _check_index(directory, index, found.values())
     if config.num_layers > len(found):
         raise CheckpointError(
-            f"{directory}: its config has {config.num_layers} layers, but only {len(found)} tensors in all files; "
-            "use the config that the tensors were saved with"
+            f"{directory}: its config has {config.num_layers} layers, but its weight files have only "
+            f"{len(found)} tensors; use the config that the tensors were saved with"
         )
     placements: dict[str, Placement] = {}
     missing: list[str] = []

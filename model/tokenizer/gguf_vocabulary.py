@@ -78,7 +78,8 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
                 values = _sentencepiece(file, vocabulary, types)
             case kind:
                 raise TokenizerError(
-                    f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama; use a file with one"
+                    f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama; "
+                    "use a file with one of these"
                 )
         added = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
         values["added_tokens"] = [{**added_token(tokens[i], i), "special": False} for i in added]
@@ -110,7 +111,9 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: Sequenc
     if len(scores) != len(vocabulary):
         raise TokenizerError(f"{len(scores)} scores for {len(vocabulary)} tokens; convert the model again")
     if longest := next((token for token in vocabulary if len(token) > _MAX_TOKEN_LENGTH), None):
-        raise TokenizerError(f"the token {longest[:40]!r}… is longer than {_MAX_TOKEN_LENGTH}; use another tokenizer")
+        raise TokenizerError(
+            f"the token {longest[:40]!r}… has over {_MAX_TOKEN_LENGTH} characters; use another tokenizer"
+        )
     unknown = file.scalars.get("tokenizer.ggml.unknown_token_id", 0)
     prefix = file.scalars.get("tokenizer.ggml.add_space_prefix", True) is True
     mergeable = {t: scores[i] for t, i in vocabulary.items() if types[i] in (_NORMAL, _USER_DEFINED)}

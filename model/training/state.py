@@ -82,8 +82,8 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
         )
     if step > plateau_end and any(saved[key] != current[key] for key in _LENGTHS):
         raise ValueError(
-            f"{path}: at the saved step {step} the learning rate decays or the chat steps have begun; undo the "
-            "change of steps, decay_steps or chat_steps, or use another --run-directory"
+            f"{path}: steps, decay_steps or chat_steps changed, but by the saved step {step} the learning rate decays "
+            "or the chat steps have begun; restore the saved values, or use another --run-directory"
         )
     return RunState(step=step, seconds=seconds, tensors=tensors)
 

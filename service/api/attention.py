@@ -152,9 +152,10 @@ class Inspection:
         return AttentionQuery(uid=uuid.uuid4().hex, token_ids=tuple(token_ids), layer=asked.layer, heads=heads)
 
     async def _compute(self, live: InflightQuery, receive: Receive) -> AttentionResult:
-        """Send an attention query to the worker and return the result, whose weights are None if the engine failed.
+        """Send an attention query to the worker, and return the result, with weights None if the engine failed.
 
-        Raises ClientGone if the client disconnects, or the `ApiError` that ended the query, such as a queue timeout.
+        Raises ClientGone if the client disconnects, and an `ApiError` if the service ends the query before the worker
+        has answered it, as at a queue timeout.
         """
         self._context.engine_client.submit(live)
         watch = asyncio.create_task(wait_for_disconnect(receive))

@@ -27,7 +27,7 @@ Asked: TypeAlias = CompletionRequest | ChatCompletionRequest
 
 
 def _header_list(names: list[str]) -> bytes:
-    """Return the first 32 names as a header's value, joined by commas. Characters a header cannot have become `?`."""
+    """Return the first 32 names of ignored fields, joined by commas. Characters a header cannot have become `?`."""
     return re.sub(r"[^!-~]", "?", ",".join(names[:_MAX_NAMED_FIELDS])).encode("ascii")
 
 
@@ -111,7 +111,7 @@ class Completions:
 
         Args:
             size: bytes of the body. A thread encodes the prompts of a large body.
-            about: arguments of `builder` besides those of `ResponseBuilder`.
+            about: arguments that the class `builder` takes beyond those of its base class `ResponseBuilder`.
         """
         context = self._context
         choices, chat = await self._plan(asked, arrival_seconds, size=size)

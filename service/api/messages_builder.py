@@ -118,7 +118,7 @@ class MessagesBuilder(ChatBuilder):
         return MessageEvent(type="content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _visible_parts(self, choice: Choice, delta: TokenDelta) -> list[Part]:
-        """Return the parts that a delta completes, except hidden reasoning. An empty message gets an empty text."""
+        """Return the parts that a delta completes, except hidden reasoning; of an empty message, one empty text."""
         parts = self._parts(choice, delta)
         if not self._shows_reasoning:
             parts = [part for part in parts if part.kind is not PartKind.REASONING]
@@ -136,7 +136,7 @@ class MessagesBuilder(ChatBuilder):
         return part.kind is PartKind.CALL or part.kind not in (self._open, PartKind.ARGUMENTS)
 
     def _begun(self, choice: Choice, part: Part) -> OutputBlock | None:
-        """Open the block that a part begins, and return it, still empty; None if the part belongs to the open block."""
+        """Open and return a new, empty block if this part begins one; None if the part belongs to the open block."""
         if not self._begins(part):
             return None
         self._open = part.kind

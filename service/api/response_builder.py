@@ -78,7 +78,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return a delta's stream events; with `is_first` (the choice's first), also the requested prompt data."""
+        """Return a delta's stream events. With `is_first`, they include requested ids and logprobs of the prompt."""
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the encoded event that reports an error and ends the stream."""
@@ -105,7 +105,7 @@ class ResponseBuilder(ABC):
         return self._framed(choice, kind, text)
 
     def _framed(self, choice: Choice, kind: PartKind, text: str) -> bytes:
-        """Return the encoded stream event of a text. The bytes around the text are cached until the kind changes."""
+        """Return the encoded stream event of a text. The JSON around it is cached until the part kind changes."""
         frame = self._frames.get(choice.index)
         if frame is None or frame[0] is not kind:
             event = self.encode(self._text_event(choice, kind, _ANY_TEXT))
@@ -114,7 +114,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
-        """Return the stream event of a text of this kind, not yet encoded. For a CALL, `text` is the tool's name."""
+        """Return the event of a part's text, not yet encoded. If `kind` is CALL, the text is the tool's name."""
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
         """Return the encoded events after the last choice has ended: usage, unless it is None, and [DONE]."""
@@ -296,7 +296,7 @@ class ChatBuilder(ResponseBuilder):
         return [*parser.push(delta.text), *(parser.flush() if delta.finish is not None else ())]
 
     def _delta(self, choice: Choice, part: Part) -> responses.ChatDelta | None:
-        """Return the stream delta of a part, counting tool calls; None for reasoning that is not shown."""
+        """Return the stream delta of a part, with the number of its tool call; None for reasoning that is not shown."""
         match part.kind:
             case PartKind.TEXT:
                 return responses.ChatDelta(content=part.text)
@@ -345,9 +345,10 @@ class ChatBuilder(ResponseBuilder):
         return f"call_{digest}" if length is None else digest[:length]
 
     def _finish_fields(self, choice: Choice, finish: Finish | None) -> tuple[ChatFinishReason | None, str | int | None]:
-        """Return the fields `finish_reason` and `stop_reason`. After complete tool calls, the reason is `tool_calls`.
+        """Return the fields `finish_reason` and `stop_reason`.
 
-        The reason is `stop` if a stop string or stop token of the client ended the completion, perhaps within a call.
+        `finish_reason` is `tool_calls` if the completion has tool calls and the model ended it. It is `stop` if a
+        stop string or stop token of the client ended it, even after or within a call.
         """
         reason, stop = _finish_fields(finish)
         parser = self._parsers.get(choice.index)

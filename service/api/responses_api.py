@@ -76,7 +76,7 @@ class ResponsesApi:
         return record.conversation()
 
     def _record(self, asked: ResponsesRequest, tenant: str, earlier: list[dict[str, Any]]) -> StoredResponse | None:
-        """Return a new record, which puts the response into the store when it ends; None if it is not to be stored.
+        """Return a new record of a response, which adds itself to the store at its end; None if it is not to be stored.
 
         Raises an `ApiError` if the request needs the store but the store is off, or if the store has no room.
         """
@@ -99,7 +99,7 @@ class ResponsesApi:
         return record
 
     def _run(self, record: StoredResponse, response: Response, *, is_stream: bool) -> Response:
-        """Start to generate a response in the background. Return its present state, or the stream of its events."""
+        """Start to generate a response in the background. Return its JSON so far, or with `is_stream` its events."""
 
         async def make() -> Response:
             return response
@@ -194,7 +194,7 @@ def _tenant(request: Request) -> str:
 
 
 def _number(request: Request, name: str, default: int, *, least: int, most: int) -> int:
-    """Return a query parameter, or `default` if it is missing. Raises InvalidRequest unless it is in the range."""
+    """Return an integer query parameter, or `default`. Raises InvalidRequest outside `least` to `most`."""
     text = request.query_params.get(name)
     if text is None:
         return default

@@ -154,8 +154,8 @@ class ResponsesBuilder(ChatBuilder):
         return self._finish is not None and self._finish.reason is FinishReason.LENGTH
 
     @property
-    def _place(self) -> dict[str, Any]:
-        """Fields of an event that identify the open item and, except in a function call, its only part."""
+    def _item_fields(self) -> dict[str, Any]:
+        """Event fields that identify the open item and, unless it is a function call, its only content part."""
         place: dict[str, Any] = {"item_id": self._output[-1].id, "output_index": len(self._output) - 1}
         return place if self._open is PartKind.CALL else {**place, "content_index": 0}
 
@@ -183,10 +183,10 @@ class ResponsesBuilder(ChatBuilder):
         self._open = part.kind
         events.append(self._event("response.output_item.added", output_index=index, item=item))
         if (empty := self._part("", [])) is not None:
-            events.append(self._event("response.content_part.added", **self._place, part=empty))
+            events.append(self._event("response.content_part.added", **self._item_fields, part=empty))
         logprobs: dict[str, Any] = {"logprobs": []} if part.kind is PartKind.TEXT else {}
         frame = ModelResponseEvent(
-            type=f"{_DELTAS[part.kind]}.delta", **self._place, **logprobs, delta="", sequence_number=0
+            type=f"{_DELTAS[part.kind]}.delta", **self._item_fields, **logprobs, delta="", sequence_number=0
         )
         self._before_delta = self.encode(frame).removesuffix(_EMPTY_DELTA)
         return events
@@ -200,7 +200,7 @@ class ResponsesBuilder(ChatBuilder):
             logprobs["logprobs"] = self._unsent_logprobs
             self._logprobs_of_item += self._unsent_logprobs
             self._unsent_logprobs = []
-        return self._event(f"{_DELTAS[self._open]}.delta", **self._place, delta=text, **logprobs)
+        return self._event(f"{_DELTAS[self._open]}.delta", **self._item_fields, delta=text, **logprobs)
 
     def _closed(self, status: ItemStatus) -> list[ModelResponseEvent]:
         """End the open item with this status. Return its last events, with its whole text; [] if no item is open."""
@@ -209,7 +209,7 @@ class ResponsesBuilder(ChatBuilder):
         kind, index = self._open, len(self._output) - 1
         # Logprobs of tokens that added no text, such as the rest of a stop string.
         events = [self._delta_event("")] if kind is PartKind.TEXT and self._unsent_logprobs else []
-        place, whole = self._place, self._whole(status)
+        place, whole = self._item_fields, self._whole(status)
         self._output[-1] = whole
         part = self._part("".join(self._pieces), self._logprobs_of_item)
         if isinstance(whole, OutputFunctionCall):
@@ -311,9 +311,10 @@ class MessageTokens:
         return [*found, *self._decided({part.kind for part in self._parser.flush()}, is_end=True)] if is_end else found
 
     def _decided(self, kinds: set[PartKind], *, is_end: bool = False) -> list[ChatTokenLogprob]:
-        """Decide the waiting logprobs by the kinds of the new parts; at the end, without new parts, by the last part.
+        """Return the waiting logprobs if their tokens are message text, else drop them and return [].
 
-        Return them if they are of message text, else drop them and return []. Without new parts, they keep waiting.
+        `kinds`: kinds of the new parts, which decide. Without new parts the logprobs keep waiting, except at the end,
+        where the kinds of the most recent parts decide.
         """
         if not kinds and not is_end:
             return []

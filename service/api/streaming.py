@@ -39,7 +39,7 @@ class Delivery(Response, ABC):
     """ASGI response to one inflight request. Calls `finish` with the request when the response ends for any reason.
 
     num_sent_tokens: completion tokens in the events built so far, which are sent or are sent next.
-    model, response_id: name of the model in the request, and id in the response; None without one.
+    model: model name in the request; None if it names none. response_id: id in the body; None if it has none.
     """
 
     model: str | None = None
@@ -266,7 +266,7 @@ class CompletionStream(CompletionDelivery):
         return partial(body.write, events)
 
     def _events(self, arrived: Deltas) -> bytes:
-        """Encode token deltas as events; after the last choice's end, add the builder's last events. Can return b""."""
+        """Encode token deltas as events; after the last choice's end, add the builder's last events. b"": none yet."""
         events: list[bytes] = []
         times: Timings | None = None
         for choice, delta in arrived:

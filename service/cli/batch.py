@@ -161,10 +161,10 @@ def _check_ids(path: Path) -> tuple[int, set[int]]:
 
 @dataclass(eq=False)
 class BatchOutput:
-    """Output file, flushed line by line. `num_lines`, `num_failed`: lines in the file, those of earlier runs included.
+    """Output file, flushed line by line. `num_lines`, `num_failed`: its lines and failed lines, of earlier runs too.
 
-    A line failed if it has an error, or if its response's status is not 200. An earlier run may have written the error
-    of an input line without a custom_id. This error does not count if the input line has a custom_id now.
+    A line failed if it has an error, or if its response's status is not 200. Both numbers omit one case: an earlier
+    run wrote that an input line has no custom_id, and that input line has been given a custom_id since.
     """
 
     _file: BinaryIO

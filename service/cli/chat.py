@@ -60,7 +60,7 @@ class ChatSession:
                 if (line := self._read("> ")) is None:
                     break
                 was_interrupted = False
-                self._take(line)
+                self._handle_line(line)
             except EOFError:
                 break
             except KeyboardInterrupt:
@@ -84,7 +84,7 @@ class ChatSession:
                 break
         return "\n".join(line.removesuffix("\\") for line in lines)
 
-    def _take(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         """Run the command in a line, or send the line as a message. A failure is printed as one line, and counted."""
         name, _, argument = line.strip().partition(" ")
         try:
@@ -190,7 +190,7 @@ class ChatSession:
         """Set the sampling parameter in `text` ("NAME VALUE"; the value `none` unsets it), and show all set ones."""
         name, _, value = text.partition(" ")
         if name and not value:
-            raise SettingsError(f"/set needs a value: /set {name} VALUE; none is the server's default")
+            raise SettingsError(f"/set needs a value: /set {name} VALUE; the value none restores the server's default")
         if name:
             self.settings = self.settings.with_sampling(name, value.strip())
         given = [f"{name} {value}" for name, value in self.settings.sampling().items()]

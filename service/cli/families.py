@@ -88,7 +88,7 @@ def family_facts(family: ModelFamily) -> FamilyFacts:
 
 
 def _accepts_activation(family: ModelFamily, name: str) -> bool:
-    """Return whether the family has a key that accepts this activation, and rejects a name that does not exist."""
+    """Return True if a config key of the family accepts this activation, and rejects a name that does not exist."""
     return any(
         _read(family, {key: name}) is not None and _read(family, {key: "no activation"}) is None
         for key in _ACTIVATION_KEYS
@@ -96,7 +96,7 @@ def _accepts_activation(family: ModelFamily, name: str) -> bool:
 
 
 def _accepts_rope(family: ModelFamily, kind: str) -> bool:
-    """Return whether the family knows a type of rotary embedding, and rejects a type that does not exist.
+    """Return True if the family's reader knows a type of rotary embedding, and rejects a type that does not exist.
 
     Another error, such as that the type's parameters are missing, does not matter.
     """
@@ -124,6 +124,6 @@ def _problem(family: ModelFamily, values: Mapping[str, Any]) -> str:
 
 
 def _values_of(family: ModelFamily, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with these values: in `text_config` if the family has parts that are not served."""
+    """Return a config.json with these values, in `text_config` if the family has a part such as a vision tower."""
     inner = {"text_config": dict(values)} if family.left_out else dict(values)
     return {"model_type": family.model_type, **inner}

@@ -33,7 +33,7 @@ _STREAM_LENGTHS = (1024, 8192, 32_768)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Findings:
-    """Parts of a checkpoint. None: the part, or another that it needs, cannot be used; `refusals` says why.
+    """Checkpoint's manifest, tokenizer, served model and engine. None: cannot be read or built; `refusals` says why.
 
     warnings: keys and files that are ignored, a line each.
     refusals: reasons why the checkpoint would not be served, a line each.
@@ -47,7 +47,7 @@ class Findings:
     refusals: list[str] = dataclasses.field(default_factory=list)
 
     def attempt(self, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`; None after an error, which `refusals` then has as a line, only once."""
+        """Return the result of `read`; None after an error, which becomes a line of `refusals`, once."""
         try:
             return read()
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -176,7 +176,7 @@ def _family(manifest: Manifest) -> str:
 
 
 def _stored(found: Findings) -> str | None:
-    """Return the dtype of most weights in the files, such as BF16, or their quantization; None without an engine."""
+    """Return the dtype of most weights in the files, such as BF16, or their quantization; None if not servable."""
     manifest = found.manifest
     if manifest is None or found.engine is None:
         return None
@@ -186,11 +186,11 @@ def _stored(found: Findings) -> str | None:
 def _model_rows(found: Findings, manifest: Manifest) -> Rows:
     yield "family", "Kvasir's own format" if manifest.family is None else _family(manifest)
     yield "stored", f"{_stored(found) or 'unknown'}, {_size(manifest.num_weight_bytes)}"
-    yield from _choices(manifest.config)
+    yield from _config_rows(manifest.config)
 
 
 def _streams(engine: EngineForecast) -> dict[int, int]:
-    """Return how many sequences fit into the KV-cache at once, by their length in tokens."""
+    """Return how many sequences fit into the KV-cache at once, for some lengths of a sequence in tokens."""
     facts, longest = engine.facts, engine.facts.max_context_length
     lengths = [*(length for length in _STREAM_LENGTHS if length < longest), longest]
     return {length: facts.num_blocks // -(-length // facts.block_size) for length in lengths}
@@ -216,7 +216,7 @@ def _template_name(served: ServedModel) -> str | None:
     return None if served.template is None else Path(served.template.origin).name
 
 
-def _choices(config: ModelConfig) -> Rows:
+def _config_rows(config: ModelConfig) -> Rows:
     """Yield the config fields that affect this model. Fields that are unset or of an unused mechanism are left out."""
     uses = {
         "rope_theta": config.position is PositionKind.ROTARY,
@@ -280,7 +280,7 @@ def _token_rows(found: Findings, manifest: Manifest, tokenizer: Tokenizer) -> Ro
 
 
 def _flat(values: Mapping[str, Any]) -> Rows:
-    """Yield a row per field of the training record. A mapping becomes one row, a list of mappings one row each."""
+    """Yield one row per field of the training record, but one row per item of a field that is a list of mappings."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield name, _in_words(value)

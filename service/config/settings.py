@@ -209,7 +209,7 @@ class ServeSettings(ModelSettings):
     def _check_lora(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         names = [name for name, _, directory in (adapter.partition("=") for adapter in value) if name and directory]
         if len(names) < len(value) or len(set(names)) < len(names) or not all(map(str.isprintable, names)):
-            raise ValueError("must be NAME=DIR, with a printable NAME, and another for each adapter")
+            raise ValueError("must be NAME=DIR, with a printable NAME that no other adapter has")
         return value
 
     @field_validator("lora_dir")
@@ -536,7 +536,7 @@ def find_default_checkpoint() -> Path | None:
 def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> Iterable[str]:
     """Return a line of text per setting: its name and effective value, for the listing printed at start-up.
 
-    found: values by name, which replace those of settings (such as "auto"), and values of further lines.
+    found: values by name. The name of a setting replaces its value, such as "auto". Any other name adds a line.
     """
     values = effective_settings(settings, found)
     width = max(map(len, values))

@@ -32,6 +32,6 @@ def reword(kind: str, message: str) -> str:
 def unknown_field(fields: Container[str], body: bytes) -> str | None:
     """Return the first key of the JSON object `body` that is not in `fields`, cut to 100 characters; else None.
 
-    For the error about a missing field, which a misspelt name explains.
+    The error about a missing field names this key, because it may be the misspelt name of that field.
     """
     return next((name[:100] for name in json.loads(body) if name not in fields), None)

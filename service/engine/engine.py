@@ -189,7 +189,8 @@ class Engine:
             adapter = self._read_adapter(Path(command.directory))
             if adapter.key != command.key:
                 raise CheckpointError(
-                    f"{command.directory}: the adapter has changed since it was loaded; load it again"
+                    f"{command.directory}: the adapter's files have changed since the service read them; unload the "
+                    "adapter and load it again"
                 )
             self._runner.adapters.add(adapter)
         except (CheckpointError, MemoryError, torch.OutOfMemoryError) as error:

@@ -54,7 +54,7 @@ class Detokenizer:
         return len(token_ids), streamed + text, stop
 
     def flush(self) -> tuple[str, str | None]:
-        """Return the text that is still held back, up to a stop string in it, and this stop string, or None."""
+        """Return the text still held back, cut at a stop string in it, and this stop string or, without one, None."""
         self._held += self._decoder.flush()
         shown, stop = self._cut()
         if stop is None:
@@ -62,9 +62,10 @@ class Detokenizer:
         return shown, stop
 
     def _cut(self) -> tuple[str, str | None]:
-        """If the held-back text has a stop string, clear the text. Return its part before, and the stop string.
+        """Return the held-back text before the stop string that is complete first, and the stop string. Drop the rest.
 
-        The part includes the stop string if the request asks for that. Return "" and None without a stop string.
+        The text includes the stop string if the request asks for that. Without a stop string in the text, return "" and
+        None, and keep the text.
         """
         found = [(start + len(stop), start, stop) for stop in self._stops if (start := self._held.find(stop)) >= 0]
         if not found:

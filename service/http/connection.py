@@ -131,7 +131,7 @@ class ChunkedBody:
 
 
 def chunked_body(scope: Scope) -> ChunkedBody | None:
-    """Return the direct writer of a response body. None for a `BufferedResponse`, and under another ASGI server."""
+    """Return the writer that bypasses ASGI's `send`. None for a `BufferedResponse`, and under another ASGI server."""
     body: ChunkedBody | None = scope.get("extensions", {}).get(_BODY_EXTENSION)
     return body
 

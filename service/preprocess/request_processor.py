@@ -254,9 +254,10 @@ class RequestProcessor:
         ]
 
     def _num_hidden_tokens(self, request: GenerationRequest, prompt: str | list[int]) -> int:
-        """Return the number of first prompt tokens among which special tokens are not part of the echoed prompt.
+        """Return the number of first prompt tokens among which the field `echo` leaves out special tokens.
 
-        A string has the names of its special tokens, but not the begin-of-text token that the server puts before it.
+        Of token ids: all with `skip_special_tokens`, else 0. Of a string: 1 if the server puts the begin-of-text token
+        before it, else 0, because the names of special tokens in the string were written by the client.
         """
         if not isinstance(prompt, str):
             return len(prompt) if request.value("skip_special_tokens") else 0

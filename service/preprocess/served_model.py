@@ -64,10 +64,10 @@ class ServedModel:
     rerank: RerankPrompt | None = None
     adapters: tuple[ServedAdapter, ...] = ()
 
-    def found(self, settings: ServeSettings) -> dict[str, object]:
-        """Return, by name, the values that the listing of settings at start-up takes from the checkpoint.
+    def setting_values(self, settings: ServeSettings) -> dict[str, object]:
+        """Return what the listing of settings at start-up shows of the checkpoint, by name.
 
-        These are settings such as "auto" that the checkpoint resolves, and the begin- and end-of-text tokens.
+        These are effective values of settings, such as those given as "auto", and the begin- and end-of-text tokens.
         """
         tokenizer = self.tokenizer
         begin = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
@@ -104,7 +104,7 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
     """
     if settings.strict_config and manifest.config_warnings:
         raise SettingsError(
-            f"{manifest.config_warnings[0]} by default; remove the key, or serve without --strict-config"
+            f"{manifest.config_warnings[0]}; --strict-config rejects such a key; remove it, or omit the flag"
         )
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}

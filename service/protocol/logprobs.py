@@ -34,7 +34,7 @@ class LogprobFormat:
         return list(self.tokenizer.token_bytes(token_id) or name) or None
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """Return the ids and logprobs of the `num_top` most likely tokens of a position; -9999 is the least logprob."""
+        """Return the ids and logprobs, at least -9999, of the `num_top` most likely tokens of a position."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 
@@ -66,7 +66,7 @@ class LogprobWriter:
         return written
 
     def _begin(self, visible_token_ids: frozenset[int]) -> None:
-        """Begin a part of the text that starts with a whole character. In it, these special tokens add their names."""
+        """Begin a run of tokens. No character spans two runs. In this run, these special tokens add their names."""
         self._num_characters += len(self._decoder.flush())
         self._visible_token_ids = visible_token_ids
         self._decoder = StreamDecoder(self._format.tokenizer, visible_token_ids)

@@ -132,7 +132,7 @@ class RequestModel(BaseModel):
 def _find_unknown_field(model: RequestModel, foreign: set[str], prefix: str = "") -> str | None:
     """Return the path of the first unknown field to reject, such as `tools[0].x`; None without one.
 
-    foreign: names of this request that were ignored so far, and are not compared again; this call adds to them.
+    foreign: unknown names in this request that were accepted, and ignored, so far; this call adds to them.
     """
     for name in model.__pydantic_extra__ or ():
         if name in foreign:

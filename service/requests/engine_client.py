@@ -140,7 +140,7 @@ class EngineClient:
         self._send_any(self.adapters.remove(name))
 
     def adapter_names(self, *, has_started: bool) -> list[str]:
-        """Return the names of the adapters that unfinished requests use: with a token (`has_started`), or without."""
+        """Return the names of the adapters of unfinished requests: of those with a token (`has_started`) or without."""
         requests = (request for request in self._requests if request.adapter and request.has_started == has_started)
         return self.adapters.names(request.adapter for request in requests)
 

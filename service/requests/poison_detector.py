@@ -26,7 +26,7 @@ class PoisonRequestDetector:
         return not (self._running or self._strikes or self._held)
 
     def release(self, uids: Iterable[str] = ()) -> list[str]:
-        """Hold `uids` too. Return the held requests to send now: none in a trial, one to start a trial, else all."""
+        """Hold `uids`. Return the held requests to send now: none in a trial, else one suspect to try, else all."""
         self._held.update(dict.fromkeys(uids))
         if self._on_trial is not None:
             return []

@@ -117,7 +117,7 @@ class BufferedResponse:
     def read(self, start: int) -> bytes:
         """Return the parts from number `start` on, joined, as sent to a client, and count their tokens as read.
 
-        At least one such part must be kept. The events of a stream get ids.
+        Part `start` must still be in the buffer. Events get SSE ids if the client can resume the stream by them.
         """
         sent = [self._parts[index][0] for index in range(start - self._num_dropped, len(self._parts))]
         self._num_read_tokens = max(self._num_read_tokens, self._parts[-1][1])

@@ -174,7 +174,7 @@ class StoredResponses:
             self.delete(record)
 
     def _oldest(self) -> Iterator[StoredResponse]:
-        """Yield the ended responses, oldest first, while the caller deletes each. Stop at one that is not deleted."""
+        """Yield the ended responses, oldest first. The caller deletes each; if it keeps one, the iteration ends."""
         while self._ended:
             record = next(iter(self._ended.values()))
             yield record

@@ -131,7 +131,7 @@ class WorkerProcess:
                 self._exitcode = -signal.SIGKILL
 
     def _wait(self, options: int) -> None:
-        """Set the exit code once the process has ended. Its process id stays reserved until `close`."""
+        """Wait for the process to end (not with WNOHANG), and set the exit code. `close` frees the process id."""
         assert self._pid is not None
         ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | options)
         if ended is not None:

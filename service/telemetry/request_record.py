@@ -32,7 +32,7 @@ class Generation:
     """The engine's part of a request: choices, token counts, and times in seconds; None for a phase that has not ended.
 
     queue_seconds, prefill_seconds: of the choice with the earliest first token.
-    decode_seconds: the longest time of a choice from its first to its last token, which starts at `decode_start`.
+    decode_seconds: the longest time of a choice from its first token, at `decode_start`, to its last token.
     restarts: times at which the request was submitted again, because its worker had died.
     """
 

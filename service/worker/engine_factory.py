@@ -86,10 +86,11 @@ class EngineFacts:
         size = f"{self.kv_cache_bytes / _MIB:.4g} MiB of {self.kv_cache_dtype}"
         return f"KV-cache of {self.num_blocks} blocks of {self.block_size} tokens ({size})"
 
-    def found(self) -> dict[str, object]:
-        """Return, by name, the values for the listing of settings at start-up that the engine has chosen for "auto".
+    def setting_values(self) -> dict[str, object]:
+        """Return what the listing of settings at start-up shows of the engine, by name.
 
-        Further entries: the format of the matrices. Some values end with the reason of the choice.
+        These are effective values of settings, such as those given as "auto", and the format of the matrices. Some
+        values end with the reason of the choice.
         """
         values: dict[str, object] = {
             "device": self.device,
@@ -108,7 +109,7 @@ class EngineFacts:
 class EngineForecast:
     """Engine that a new process on this machine would build now, known from the headers of the checkpoint's files.
 
-    facts: on a GPU, the number of blocks is an estimate, because the memory of the largest step is not measured.
+    facts: facts of that engine. On a GPU, `num_blocks` is an estimate: the largest step is not run to measure memory.
     weight_bytes: size of the weights as they are served.
     cache_bytes_per_token: KV-cache of one token, over all layers.
     """
@@ -258,7 +259,7 @@ def _engine_config(settings: ModelSettings, num_blocks: int, max_context_length:
 
 
 def _as_served(settings: ModelSettings, manifest: Manifest) -> Manifest:
-    """Return the manifest with the config for the served context length. Logs parts that are not served."""
+    """Return the manifest with the config for the served context length. Log which parts are not served."""
     if manifest.left_out:
         logger.warning("%s has parts that are not served: %s", manifest.name, manifest.left_out)
     return _for_context(settings, manifest)
@@ -445,9 +446,9 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
-    """Return the entry "matrices" of `EngineFacts.reasons`: the checkpoint's quantization; {} if it has none.
+    """Return the entry "matrices" of `EngineFacts.reasons`; {} if the checkpoint is not quantized.
 
-    Matrices that are served otherwise are "dequantized from" it.
+    The entry names the checkpoint's quantization, after "dequantized from" if int4 or int8 is served as floats.
     """
     if (stored := manifest.quantization) is None:
         return {}
@@ -458,7 +459,7 @@ def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
 
 
 def check_quantize(quantize: str, manifest: Manifest) -> None:
-    """Raise `SettingsError` if --quantize is given for a checkpoint whose matrices are quantized."""
+    """Raise `SettingsError` if --quantize is given for a quantized checkpoint. Only fp8, read as floats, is allowed."""
     stored = manifest.quantization
     if quantize != "none" and stored is not None and stored.is_kept:
         raise SettingsError(
@@ -480,7 +481,7 @@ def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantiz
 def _num_blocks(
     settings: ModelSettings, resolved: _ResolvedSettings, reserved_bytes: int, profiled_bytes: int | None
 ) -> int:
-    """Return the number of KV-cache blocks: as requested, or as many as are useful and fit into memory.
+    """Return the number of KV-cache blocks: as requested, or for "auto" as many as are useful and fit into memory.
 
     Args:
         reserved_bytes: main memory to leave free for the server's other processes.

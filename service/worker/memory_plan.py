@@ -66,7 +66,7 @@ class LoadedModel(NamedTuple):
     def weight_bytes(self) -> int:
         """Bytes of all weights. A tied embedding may count twice: for row lookup, and as packed output matrix.
 
-        A quantized weight counts as a byte, and a quarter for the scale and offset of its group.
+        A quantized weight counts as 1.25 bytes: 1 for its code, 0.25 for the scale and offset of its group.
         """
         config, has_copy = self.config, self.config.tie_embeddings and not self.packs_embedding
         tied = config.vocab_size * config.hidden_size if has_copy else 0

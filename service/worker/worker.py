@@ -202,7 +202,7 @@ class Worker:
             check_unchanged(self.order.stamps)
             engine, facts = self.build()
             if self.lifecycle.epoch.value == 0:  # print the settings once, when all values are resolved
-                self._show_settings({**self.order.found, **facts.found()})
+                self._show_settings({**self.order.found, **facts.setting_values()})
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
             _end_start(error, is_memory=is_memory)

@@ -128,7 +128,7 @@ def test_cuda_graphs_are_captured_only_if_the_setting_is_on(
         )  # fmt: skip
         engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))
         assert facts.attention.partition(" ")[0] == attention
-        assert facts.found()["attention"] == facts.attention
+        assert facts.setting_values()["attention"] == facts.attention
         engine.warm_up()
         engine.submit(make_submit("a", [1, 2, 3], max_tokens=12, temperature=0.0, ignore_eos=True))
         tokens: list[int] = []

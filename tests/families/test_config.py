@@ -330,7 +330,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "too few divisors": (
         {"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1], "long_factor": [1]}},
-        "rope_scaling has 1 divisors for 48 frequencies",
+        "_divisors has length 1, but the model has 48 rotary frequencies",
     ),
     "no divisors": (
         {"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1]}},

@@ -404,12 +404,12 @@ def test_a_wrong_tensor_is_rejected_from_the_headers(directories: dict[str, Path
 
 NUMBERS: dict[str, tuple[str, Damage, str]] = {
     "infinite scale": ("gptq 128", lambda t: t[f"{MLP}.scales"].fill_(torch.inf), "holds NaN or infinity"),
-    "group": ("packed actorder", lambda t: t[f"{MLP}.weight_g_idx"].fill_(8), "has groups beyond the 8 of the scales"),
-    "negative": ("packed actorder", lambda t: t[f"{MLP}.weight_g_idx"].fill_(-1), "has groups beyond the 8"),
+    "group": ("packed actorder", lambda t: t[f"{MLP}.weight_g_idx"].fill_(8), "has a group number outside 0 to 7;"),
+    "negative": ("packed actorder", lambda t: t[f"{MLP}.weight_g_idx"].fill_(-1), "has a group number outside 0 to 7"),
     "shape": (
         "packed 32",
         lambda t: t[f"{MLP}.weight_shape"].fill_(7),
-        "weight_shape states another shape than its matrix has, (128, 256)",
+        "weight_shape holds another shape than that of its matrix, (128, 256)",
     ),
 }
 

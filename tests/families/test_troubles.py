@@ -251,7 +251,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
     "ten thousand layers": (
         "llama",
         in_json("config.json", lambda v: v.update(num_hidden_layers=9_999)),
-        "its config has 9999 layers, but only 30 tensors in all files; use the config",
+        "its config has 9999 layers, but its weight files have only 30 tensors; use the config",
     ),
     "tokenizer missing": ("llama", lambda d: (d / "tokenizer.json").unlink(), "llama: no tokenizer; expected one of"),
     "tokenizer damaged": ("llama", lambda d: (d / "tokenizer.json").write_text("{}"), "tokenizer.json: "),

@@ -127,5 +127,5 @@ def test_sequences_that_never_ran_together_have_no_step() -> None:
         submitted_seconds=[0.0, 0.0],
         token_seconds=[[1.0, 2.0], [2.0, 3.0]],
     )
-    with pytest.raises(ValueError, match="2 sequences ran all at once in fewer than two steps"):
+    with pytest.raises(ValueError, match="fewer than two steps computed a token of each of the 2 sequences"):
         run.full_step_seconds  # noqa: B018

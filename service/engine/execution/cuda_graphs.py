@@ -155,7 +155,7 @@ class DecodeGraphs:
     def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
         """Compute a decode step by replaying a CUDA graph. Return its hidden states TE, valid until the next call.
 
-        sampled_B: ids of the step's first input tokens on the device, if the host does not know the ids yet.
+        sampled_B: ids, on the device, of the step's first B input tokens, if the host does not know these ids yet.
         Return None if the step is no decode step, or exceeds all captured shapes.
         """
         metadata = inputs.metadata

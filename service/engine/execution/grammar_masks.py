@@ -25,7 +25,7 @@ _PATIENCE_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """Token masks of those sampled rows of a step that have a grammar, still being computed. A mask may be empty."""
+    """Token masks of the logit rows of a step that have a grammar, still being computed. A mask may allow no token."""
 
     rows: tuple[int, ...]
     allowed: Future[NDArray[np.bool_]]  # RV, one row for each entry of `rows`
@@ -111,7 +111,7 @@ class Grammars:
     def error(self, uid: str) -> str | None:
         """Return the error message of a sequence's grammar matcher, such as an exceeded limit; None without error.
 
-        After an error, the grammar is also removed from the cache.
+        After an error, the grammar is also removed from the cache of compiled grammars.
         """
         matcher = self._matchers.get(uid)
         if matcher is None or not matcher.is_error():

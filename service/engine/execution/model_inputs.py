@@ -186,7 +186,7 @@ class InputBuilder:
         )
 
     def _continues(self, previous: _Previous, chunks: tuple[Chunk, ...]) -> bool:
-        """Return True if the chunks decode the previous step's sequences again, and fit the width of its tables."""
+        """Return True if the chunks decode the previous step's sequences again, and fit into its block tables."""
         return (
             [chunk.start for chunk in chunks] == previous.contexts
             and all(map(is_, [chunk.block_table for chunk in chunks], previous.tables))

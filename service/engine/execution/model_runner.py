@@ -234,7 +234,7 @@ def _non_finite(sums_T: Tensor) -> set[int]:
 def _sample(
     logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None, kernels: KernelLibrary | None
 ) -> Sequence[int | None]:
-    """Sample a token for each of `inputs.params`; None if no token is allowed. `likely_ids`: argmaxes, if known."""
+    """Sample one token per entry of `inputs.params`; None where none is allowed. `likely_ids`: argmaxes, if known."""
     count = len(inputs.params)
     logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
     if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:

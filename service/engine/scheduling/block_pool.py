@@ -77,7 +77,7 @@ class BlockPool:
     def free(self, blocks: Sequence[int]) -> None:
         """Decrement the reference counts of a sequence's blocks. Blocks that reach 0 are free, but may stay cached.
 
-        Free blocks outside the prefix cache are allocated again first. Of cached blocks, the last one comes first.
+        Of all free blocks, uncached ones are allocated first. Of this sequence's cached blocks, its last comes first.
         """
         for block in reversed(blocks):  # a prefix is useless without its beginning
             assert self._reference_counts[block] > 0, f"block {block} is freed twice"

@@ -115,7 +115,7 @@ class Scheduler:
         return list(self._sequences.values())
 
     def add(self, sequence: SequenceState) -> None:
-        """Add a sequence to the waiting queue. Raise ValueError if it is empty, or too long for context or KV-cache."""
+        """Queue a sequence. Raise ValueError for an empty prompt, and if context or KV-cache is too small."""
         length, limit = len(sequence.token_ids), self._max_context_length
         assert sequence.uid not in self._sequences
         if not 1 <= sequence.num_prompt_tokens <= limit or length > limit:
@@ -414,7 +414,7 @@ class Scheduler:
         )
 
     def _draft(self, sequence: SequenceState, budget: int, min_probability: float) -> tuple[int, ...]:
-        """Return a sequence's draft tokens. Allocate a KV block for them if one per running sequence stays free."""
+        """Return a sequence's draft tokens. Allocate a KV block for them if more blocks are free than sequences run."""
         if sequence.lookup is None or sequence.num_completion_tokens < sequence.params.min_tokens:
             return ()
         length, size = len(sequence.token_ids), self._config.block_size
@@ -456,7 +456,7 @@ class Scheduler:
     def _admit(self) -> tuple[SequenceState, int] | None:
         """Admit the first waiting sequence, if enough KV blocks are free.
 
-        Return the sequence and the number of its tokens that were looked up in the prefix cache; None: not admitted.
+        Return the sequence and the number of its tokens searched in the prefix cache, found or not; None: not admitted.
         """
         sequence = self._waiting.first()
         size = self._config.block_size

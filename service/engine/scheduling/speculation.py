@@ -60,7 +60,7 @@ class PromptLookup:
         return ()
 
     def _worthwhile(self, index: int, most: int, min_probability: float) -> int:
-        """Return the number of tokens to draft, at most `most`, by the measured accuracy of one n-gram length."""
+        """Return how many tokens to draft: at most `most`, while P(all are accepted) is over `min_probability`."""
         probability = self._num_right[index] / self._num_predictions[index]
         length, all_accepted = 0, probability
         while length < most and all_accepted > min_probability:

@@ -130,7 +130,7 @@ def test_files_beside_the_gguf_file_are_not_read(tmp_path: Path) -> None:
         ({"merges": ["a b c"]}, "expected two tokens in a merge, not 'a b c'"),
         ({"merges": ["a 北"]}, "the tokenizers library reports an error"),
         ({"add_eos_token": True, "eos_token_id": 3}, "supported are at most one before and none after"),
-        ({"model": "llama", "tokens": ["a" * 513], "token_type": [1], "scores": [0.5]}, "is longer than 512"),
+        ({"model": "llama", "tokens": ["a" * 513], "token_type": [1], "scores": [0.5]}, "has over 512 characters"),
         ({"model": "llama"}, "0 scores for 703 tokens"),
     ],
 )

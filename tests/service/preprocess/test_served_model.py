@@ -56,7 +56,7 @@ def test_ignored_keys_of_config_json_are_warnings_or_with_strict_config_errors(c
     assert read_served_model(settings, manifest, tokenizer).warnings() == [*manifest.config_warnings]
     strict = ServeSettings(checkpoint=checkpoint, strict_config=True)
     with pytest.raises(
-        SettingsError, match="x=0: unknown key, ignored by default; remove the key, or serve without --strict"
+        SettingsError, match="x=0: unknown key, ignored; --strict-config rejects such a key; remove it, or"
     ):
         read_served_model(strict, manifest, tokenizer)
     assert read_served_model(strict, read_manifest(checkpoint), tokenizer).warnings() == []
@@ -123,7 +123,7 @@ def test_the_default_max_tokens_comes_from_generation_config(checkpoint: Path) -
 def test_the_start_up_listing_shows_the_checkpoints_facts(checkpoint: Path) -> None:
     write(checkpoint / "generation_config.json", {"temperature": 0.5})
     settings = ServeSettings(checkpoint=checkpoint, threads=3, max_context_length=100)
-    found = read_served_model(settings, read_manifest(checkpoint), load_tokenizer(checkpoint)).found(settings)
+    found = read_served_model(settings, read_manifest(checkpoint), load_tokenizer(checkpoint)).setting_values(settings)
     assert found == {
         "model_name": "tiny",
         "max_context_length": 100,

@@ -34,7 +34,7 @@ def test_a_smaller_dtype_holds_more_tokens_in_the_same_memory(tiny_checkpoint: P
         found[wanted] = facts
         spare = facts.kv_cache_bytes // facts.num_blocks  # the block that padding writes to
         assert engine._runner._cache.num_bytes == facts.kv_cache_bytes + spare  # type: ignore[attr-defined]
-        assert facts.found()["kv_cache_dtype"] == facts.kv_cache_dtype
+        assert facts.setting_values()["kv_cache_dtype"] == facts.kv_cache_dtype
         assert 0 <= 2 * 2**20 - facts.kv_cache_bytes < spare
         assert f"(2 MiB of {facts.kv_cache_dtype})" in str(facts)
     assert [facts.kv_cache_dtype for facts in found.values()] == ["float32", "float16", "int8"]

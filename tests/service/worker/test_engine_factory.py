@@ -100,9 +100,9 @@ def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
 
 def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_checkpoint: Path) -> None:
     _, facts = build_engine(settings(tiny_checkpoint, threads=2), manifest)
-    assert facts.found()["dtype"] == "float32 (auto: the checkpoint is float32)"
-    assert str(facts.found()["threads"]).startswith("2 (as set; usable CPUs: ")
-    assert facts.found()["attention"] == f"native ({facts.kernel_level})"
+    assert facts.setting_values()["dtype"] == "float32 (auto: the checkpoint is float32)"
+    assert str(facts.setting_values()["threads"]).startswith("2 (as set; usable CPUs: ")
+    assert facts.setting_values()["attention"] == f"native ({facts.kernel_level})"
 
 
 def test_auto_attention_is_sdpa_without_vector_instructions(
@@ -353,7 +353,7 @@ def test_gpu_quantization_serves(
     monkeypatch.setattr(engine_factory, "choose_quantization", lambda *given: quantization)
     flags = {"quantize": name, "dtype": "bfloat16", "attention": "sdpa"}
     engine, facts = build_engine(settings(tiny_checkpoint, **flags), manifest)
-    assert facts.matrices == facts.found()["matrices"] == name
+    assert facts.matrices == facts.setting_values()["matrices"] == name
     runner = engine._runner
     assert isinstance(runner, ModelRunner)
     assert isinstance(runner._model, nn.Module)
