@@ -118,7 +118,7 @@ class LayerInputWeights(ctypes.Structure):
 class LowRank(ctypes.Structure):
     """Addition of a LoRA adapter to one matrix, as the kernels read it; all fields are 0 without an addition."""
 
-    _fields_ = (("down", _POINTER), ("up", _POINTER), ("rank", _INT), ("is_short", _INT))
+    _fields_ = (("down", _POINTER), ("up", _POINTER), ("rank", _INT))
 
 
 class LayerAdapter(ctypes.Structure):
@@ -145,7 +145,9 @@ class Rows(ctypes.Structure):
         *((name, _INT) for name in ("count", "threads")),
         *((name, _POINTER) for name in ("x", "added", "qkv", "wide", "narrow", "scales", "layer_inputs")),
         *((name, _POINTER) for name in ("cosines", "sines", "positions", "embedding", "tokens", "packed")),
-        *((name, _POINTER) for name in ("adapters", "low")),
+        *((name, _POINTER) for name in ("adapters", "pieces")),
+        ("num_pieces", _INT),
+        ("low", _POINTER),
         ("low_stride", _INT),
         ("additions", _POINTER),
     )

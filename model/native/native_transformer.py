@@ -344,6 +344,7 @@ class NativeTransformer:
         rows.cosines, rows.sines = (table.data_ptr() for table in self._rotations_of(longest))
         rows.adapters = None if adapters is None else ctypes.addressof(adapters.pointers)
         if adapters is not None:
+            rows.pieces, rows.num_pieces = adapters.starts_P.data_ptr(), len(adapters.starts_P) - 1
             rows.low, rows.low_stride = adapters.low_TR.data_ptr(), adapters.low_TR.shape[1]
             rows.additions = adapters.additions_TF.data_ptr()
 

@@ -66,7 +66,10 @@ struct Rows {
     const int64_t* tokens;         // token id of every row; must be below the vocabulary size
     const Matrix* packed;          // packed embedding, or null; x is given if both are null
     const LayerAdapter* const* adapters;  // the layers of every row's adapter, or null; null: no row has an adapter
-    float* low;                           // results of an adapter's `down`, low_stride numbers a row
+    // Piece i has the rows from pieces[i] to pieces[i + 1] - 1, which have the same adapter, or none.
+    const int64_t* pieces;
+    int64_t num_pieces;
+    void* low;  // results of an adapter's `down`, in the type of its inputs, low_stride numbers a row
     int64_t low_stride;
     float* additions;  // of the adapters to the results of a matrix, outputs numbers a row
 };
@@ -261,56 +264,61 @@ class Step {
 
     bool has_adapters(const Adapted& adapted) const { return rows.adapters != nullptr && adapted.matrix != nullptr; }
 
-    // Calls work(n, first) for each group of n adjacent rows, from `first` on, that have the same adapter, in a tile of
-    // at most ADAPTED_ROWS rows.
+    // Calls work(kind, count, first) for `count` rows, from `first` on, of a piece that has an adapter, then for the next.
     template <typename Work>
-    void each_group(int64_t tile, const Work& work) const {
-        const int64_t end = std::min((tile + 1) * ADAPTED_ROWS, rows.count);
-        for (int64_t first = tile * ADAPTED_ROWS, next; first < end; first = next) {
-            for (next = first + 1; next < end && rows.adapters[next] == rows.adapters[first];) ++next;
-            if (rows.adapters[first] == nullptr) continue;
-            with_rows<ADAPTED_ROWS>(static_cast<int>(next - first), [&](auto count) { work(count, first); });
+    void each_tile(const Matrix& matrix, int64_t piece, const Work& work) const {
+        const int64_t start = rows.pieces[piece], end = rows.pieces[piece + 1];
+        for (int64_t first = start; rows.adapters[start] != nullptr && first < end; first += ADAPTED_ROWS) {
+            with_rows<ADAPTED_ROWS>(static_cast<int>(end - first), [&](auto count) {
+                matrix.numbers == Numbers::float32 ? work(Float32{}, count, first) : work(Bfloat16{}, count, first);
+            });
         }
     }
 
-    // Calls work(row, to) for every row, which writes the row's `size` inputs, not quantized, to `to` unless it is null.
-    // Then computes the adapters' additions to the results of the matrix from these inputs.
+    // Calls work(row, to) for every row. It writes the row's `size` inputs of the matrix, to `inputs` unless the matrix is
+    // quantized, and, unless `to` is null, the adapters' inputs to `to`. Then computes the adapters' additions.
     template <typename Work>
-    void each_input_row(const Matrix& matrix, Adapted adapted, int64_t size, const Work& work) const {
-        if (!has_adapters(adapted)) return each_row([&](int64_t row) { work(row, nullptr); });
-        const int64_t tiles = (rows.count + ADAPTED_ROWS - 1) / ADAPTED_ROWS;
-        parallel_for(tiles, rows.threads, [&](int64_t tile, int) {
+    void each_input_row(const Matrix& matrix, Adapted adapted, int64_t size, Inputs inputs, const Work& work) const {
+        using To = Bfloat16Input*;
+        if (!has_adapters(adapted)) return each_row([&](int64_t row) { work(row, To(nullptr)); });
+        parallel_for(rows.num_pieces, rows.threads, [&](int64_t piece, int) {
             static thread_local Scratch scratch;
-            auto* inputs = reinterpret_cast<float*>(scratch.reserve(ADAPTED_ROWS * size * sizeof(float)));
-            const int64_t start = tile * ADAPTED_ROWS, end = std::min(start + ADAPTED_ROWS, rows.count);
-            for (int64_t row = start; row < end; ++row) work(row, inputs + (row - start) * size);
-            each_group(tile, [&](auto count, int64_t first) {
+            const int64_t start = rows.pieces[piece], end = rows.pieces[piece + 1];
+            To to = nullptr;
+            if (is_quantized(matrix)) to = reinterpret_cast<To>(scratch.reserve((end - start) * size * sizeof *to));
+            for (int64_t row = start; row < end; ++row) work(row, to == nullptr ? to : to + (row - start) * size);
+            each_tile(matrix, piece, [&](auto kind, auto count, int64_t first) {
+                using Kind = decltype(kind);
+                using Input = typename Kind::Input;
+                const int64_t stride = to == nullptr ? inputs.stride : size, groups = (size + Kind::GROUP - 1) / Kind::GROUP;
+                const Input* x = to == nullptr ? static_cast<const Input*>(inputs.x) + first * stride
+                                               : reinterpret_cast<const Input*>(to) + (first - start) * stride;
                 const LowRank& low = rows.adapters[first][adapted.layer].*adapted.matrix;
-                with_weight_type(low, [&](auto* type) {
-                    multiply_down<std::remove_pointer_t<decltype(type)>, decltype(count)::value>(
-                        low, inputs + (first - start) * size, size, rows.low + first * rows.low_stride,
-                        rows.low_stride);
-                });
+                multiply_down<Kind, decltype(count)::value>(low, x, stride, groups, low_row<Kind>(first), rows.low_stride);
             });
         });
         const int64_t blocks = matrix.outputs / LANES, parts = (blocks + UP_BLOCKS - 1) / UP_BLOCKS;
-        parallel_for(tiles * parts, rows.threads, [&](int64_t task, int) {
+        parallel_for(rows.num_pieces * parts, rows.threads, [&](int64_t task, int) {
             const int64_t block = task % parts * UP_BLOCKS;
-            each_group(task / parts, [&](auto count, int64_t first) {
+            each_tile(matrix, task / parts, [&](auto kind, auto count, int64_t first) {
+                using Kind = decltype(kind);
                 const LowRank& low = rows.adapters[first][adapted.layer].*adapted.matrix;
                 if (low.rank == 0) return;
-                with_weight_type(low, [&](auto* type) {
-                    multiply_up<std::remove_pointer_t<decltype(type)>, decltype(count)::value>(
-                        low.up + block, std::min(UP_BLOCKS, blocks - block), rows.low + first * rows.low_stride,
-                        rows.low_stride, rows.additions + first * matrix.outputs + block * LANES, matrix.outputs);
-                });
+                multiply_up<Kind, decltype(count)::value>(
+                    low.up + block, std::min(UP_BLOCKS, blocks - block), low_row<Kind>(first), rows.low_stride,
+                    rows.additions + first * matrix.outputs + block * LANES, matrix.outputs);
             });
         });
+    }
+
+    template <typename Kind>
+    typename Kind::Input* low_row(int64_t row) const {
+        return static_cast<typename Kind::Input*>(rows.low) + row * rows.low_stride;
     }
 
     // Converts the norm of x, or x if norm is null, to the input type of the matrix.
     Inputs norm_inputs(const Matrix& matrix, const float* norm, const float* bias, Adapted adapted = {}) const {
-        each_input_row(matrix, adapted, shape.hidden, [&](int64_t row, float* to) {
+        each_input_row(matrix, adapted, shape.hidden, {rows.wide, stride}, [&](int64_t row, Bfloat16Input* to) {
             static thread_local float normed[MAX_WIDTH];
             const float* from = rows.x + row * stride;
             if (norm != nullptr) {
@@ -328,12 +336,12 @@ class Step {
     Inputs convert_inputs(const Matrix& matrix, const From* x, int64_t size, int64_t x_stride, Adapted adapted = {}) const {
         const bool is_same = !is_quantized(matrix) && std::is_same_v<From, Wide>;
         if (is_same && !has_adapters(adapted)) return {x, x_stride};
-        each_input_row(matrix, adapted, size, [&](int64_t row, float* to) {
+        const Inputs inputs = is_same ? Inputs{x, x_stride} : Inputs{rows.wide, padded(size)};
+        each_input_row(matrix, adapted, size, inputs, [&](int64_t row, Bfloat16Input* to) {
             if (to != nullptr) convert(x + row * x_stride, size, to);
             if (!is_same) convert_row(matrix, x + row * x_stride, size, row, padded(size));
         });
-        if (is_same) return {x, x_stride};
-        return {is_quantized(matrix) ? rows.narrow : rows.wide, padded(size)};
+        return is_quantized(matrix) ? Inputs{rows.narrow, padded(size)} : inputs;
     }
 
     // Calls work(row, output, results, blocks) with the results of a product and the adapters' additions; see Emit.

@@ -2,24 +2,24 @@
 // 2106.09685). Each row has an adapter of its own, or none. A row's sums have one order, whatever the other rows are.
 #pragma once
 
-#include "lanes.h"
+#include "floats.h"
 
 namespace kvasir {
 
-// Rows of `up` for LANES adjacent outputs of a packed matrix. weights: LANES numbers for each of the `count` inputs from
-// `first` on; the other inputs' weights are zero.
+// Weights of LANES adjacent outputs: Kind::GROUP inputs of each output, then the next inputs of each, and so on.
+// groups: number of groups of inputs, from the group `first` on; the other inputs' weights are zero.
 struct UpBlock {
     const void* weights;
-    int64_t first, count;
+    int64_t first, groups;
 };
 
-// Addition to one matrix. down: LANES of the `rank` outputs side by side, for one input after the other; then the next
-// LANES. up: a block for each LANES outputs of the packed matrix. rank: a multiple of LANES; 0: no addition. is_short:
-// the weights are bfloat16, not float.
+// Addition to one matrix. The weights are float if the matrix is float32, and otherwise bfloat16. down: blocks of LANES
+// of the `rank` outputs, laid out as an UpBlock, for all inputs. up: a block for each LANES outputs of the packed matrix.
+// rank: a multiple of LANES; 0: no addition.
 struct LowRank {
     const void* down;
     const UpBlock* up;
-    int64_t rank, is_short;
+    int64_t rank;
 };
 
 // Additions of one adapter to the matrices of a layer.
@@ -34,48 +34,60 @@ constexpr int ADAPTED_ROWS = 8;
 constexpr int ADAPTED_ROWS = 3;
 #endif
 
-// Computes down x for ROWS rows. The sums of a row do not depend on ROWS.
-template <typename Weight, int ROWS>
-inline void multiply_down(const LowRank& low, const float* x, int64_t size, float* out, int64_t out_stride) {
-    const auto* weights = static_cast<const Weight*>(low.down);
-    for (int64_t first = 0; first < low.rank; first += LANES) {
-        Lanes sums[ROWS][2];
+// Adds the products of one group of inputs of ROWS rows to their sums.
+template <typename Kind, int ROWS>
+inline void add_group(const typename Kind::Weight* weights, const typename Kind::Input* x, int64_t stride,
+                      Lanes (&sums)[ROWS]) {
+#pragma GCC unroll 2
+    for (int part = 0; part < Kind::PARTS; ++part) {
+        const auto some = Kind::weights(weights, part);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = zeros();
-        for (int64_t at = 0; at < size; at += 2, weights += 2 * LANES) {  // sizes are even
-            const Lanes even = load(weights), odd = load(weights + LANES);
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                sums[r][0] = fma(splat(x[r * size + at]), even, sums[r][0]);
-                sums[r][1] = fma(splat(x[r * size + at + 1]), odd, sums[r][1]);
-            }
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) store(out + r * out_stride + first, add(sums[r][0], sums[r][1]));
+        for (int r = 0; r < ROWS; ++r) sums[r] = Kind::step(sums[r], some, Kind::spread(x + r * stride, part));
     }
 }
 
-// Calls work with a null pointer to the type of an adapter's weights.
-template <typename Work>
-inline void with_weight_type(const LowRank& low, const Work& work) {
-    low.is_short ? work(static_cast<bf16*>(nullptr)) : work(static_cast<float*>(nullptr));
+// Computes LANES outputs of ROWS rows. Each row has two sums, of even and of odd groups: one sum would wait for itself.
+template <typename Kind, int ROWS>
+inline void multiply_block(const typename Kind::Weight* weights, int64_t groups, const typename Kind::Input* x,
+                           int64_t stride, Lanes (&sums)[ROWS]) {
+    constexpr int64_t GROUP = Kind::GROUP, STEP = LANES * Kind::GROUP;
+    constexpr int64_t AHEAD = 32;
+    Lanes odd[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums[r] = odd[r] = zeros();
+    const auto* end = weights + groups * STEP;
+    for (; weights + STEP < end; weights += 2 * STEP, x += 2 * GROUP) {
+        __builtin_prefetch(weights + AHEAD * STEP, 0, 2);
+        __builtin_prefetch(weights + (AHEAD + 1) * STEP, 0, 2);
+        add_group<Kind, ROWS>(weights, x, stride, sums);
+        add_group<Kind, ROWS>(weights + STEP, x + GROUP, stride, odd);
+    }
+    if (weights < end) add_group<Kind, ROWS>(weights, x, stride, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) sums[r] = add(sums[r], odd[r]);
+}
+
+// Computes down x for ROWS rows.
+template <typename Kind, int ROWS>
+inline void multiply_down(const LowRank& low, const typename Kind::Input* x, int64_t stride, int64_t groups,
+                          typename Kind::Input* out, int64_t out_stride) {
+    const auto* weights = static_cast<const typename Kind::Weight*>(low.down);
+    for (int64_t first = 0; first < low.rank; first += LANES, weights += groups * LANES * Kind::GROUP) {
+        Lanes sums[ROWS];
+        multiply_block<Kind, ROWS>(weights, groups, x, stride, sums);
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) store(out + r * out_stride + first, sums[r]);
+    }
 }
 
 // Computes `blocks` blocks of up `low`, the result of `multiply_down`, for ROWS rows.
-template <typename Weight, int ROWS>
-inline void multiply_up(const UpBlock* block, int64_t blocks, const float* low, int64_t low_stride, float* out,
-                        int64_t out_stride) {
+template <typename Kind, int ROWS>
+inline void multiply_up(const UpBlock* block, int64_t blocks, const typename Kind::Input* low, int64_t low_stride,
+                        float* out, int64_t out_stride) {
     for (int64_t b = 0; b < blocks; ++b, ++block, out += LANES) {
         Lanes sums[ROWS];
-#pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) sums[r] = zeros();
-        const auto* weights = static_cast<const Weight*>(block->weights);
-        const float* from = low + block->first;
-        for (int64_t at = 0; at < block->count; ++at, weights += LANES) {
-            const Lanes some = load(weights);
-#pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) sums[r] = fma(splat(from[r * low_stride + at]), some, sums[r]);
-        }
+        multiply_block<Kind, ROWS>(static_cast<const typename Kind::Weight*>(block->weights), block->groups,
+                                   low + block->first * Kind::GROUP, low_stride, sums);
 #pragma GCC unroll 8
         for (int r = 0; r < ROWS; ++r) store(out + r * out_stride, sums[r]);
     }
