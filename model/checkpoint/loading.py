@@ -84,8 +84,7 @@ def _is_decoded(place: Placement, device: torch.device | str) -> bool:
 def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
     """Return the layer of a quantized matrix: the faster `Int8Linear` if all groups of an output have one scale."""
     scale_F = weight.scale_FG[:, 0]
-    is_by_output = weight.offset_FG is None and bool((weight.scale_FG == scale_F[:, None]).all())
-    if weight.bits == 8 and is_by_output:
+    if weight.bits == 8 and weight.offset_FG is None and bool((weight.scale_FG == scale_F[:, None]).all()):
         return Int8Linear(weight.codes_FI, bias_F, scale_F)
     return make_grouped_linear(weight, bias_F)
 

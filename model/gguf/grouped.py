@@ -12,7 +12,7 @@ from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import TensorHeader
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
 
-_SLICE = 2**22  # numbers that are unpacked at a time
+_SLICE = 2**18  # numbers that are unpacked at a time: they stay in the CPU's cache
 _HALF_CODES = 8  # the codes of 4 bits are 0 to 15 in files with offsets, and -8 to 7 in grouped weights
 _LARGEST = 127
 _TINY = 1e-30  # keeps a group of zeros from dividing by zero

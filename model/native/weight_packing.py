@@ -22,6 +22,7 @@ _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _STRIP = 32  # outputs that lie together in a matrix of groups
+_CODE_BYTES = 1024  # of a step of a strip: 32 outputs with a group of 8 bits, or with two groups of 4 bits
 # Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
@@ -83,7 +84,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP; see `interleaved`.
     """
     if isinstance(module, GroupedLinear):
-        return _pack_groups(module.weight, module.bias_F, pages, gated=gated)
+        return _pack_groups(module.weight, module.bias_F, kernels, pages, gated=gated)
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
         parts, scale_F, bias_F = [module.weight_FE], module.scale_F, module.bias_F
@@ -107,7 +108,9 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     )
 
 
-def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages, *, gated: bool) -> Packed:
+def _pack_groups(
+    weight: GroupedWeight, bias_F: Tensor | None, kernels: KernelLibrary, pages: HugePages, *, gated: bool
+) -> Packed:
     """Pack grouped weights for the kernels, in the layout of int4.h or grouped.h."""
 
     def strips(rows: Tensor, step: int) -> Tensor:  # (strips, steps, outputs, columns of a step)
@@ -115,33 +118,38 @@ def _pack_groups(weight: GroupedWeight, bias_F: Tensor | None, pages: HugePages,
         return rows.view(len(rows) // _STRIP, _STRIP, -1, step).transpose(1, 2)
 
     order = interleaved if gated else pad_outputs
-    codes = strips(weight.codes_FI, GROUP_SIZE).contiguous().view(torch.uint8)
-    codes += 1 << weight.bits - 1  # wraps around
     if weight.bits == 4:
         int4 = weight.to_int4()
-        # Outputs: strips, blocks, outputs. Inputs: pairs of groups, groups, eights, halves of bytes, inputs.
-        codes = functional.pad(codes, (0, 0, 0, 0, 0, codes.shape[1] % 2)).view(len(codes), -1, 2, 2, BLOCK, 4, 2, 4)
-        low, high = codes.permute(6, 0, 1, 2, 3, 5, 4, 7).flatten(3)
         scale_F, step = int4.scale_F, 2
         spreads = [x for x in (int4.multiplier_FG, int4.offset_FG) if x is not None]
-        parts = [low | high << 4]
     else:
         spreads = [x for x in (weight.scale_FG, weight.offset_FG) if x is not None]
         largest_F = torch.stack([x.abs().amax(dim=1) for x in spreads]).amax(dim=0)
         exponent_F = (torch.frexp(largest_F).exponent - _SCALE_EXPONENT).clamp_(min=-120)  # 2^120 and 2^-120 are normal
         scale_F = torch.ldexp(torch.ones_like(largest_F), exponent_F)
         spreads, step = [torch.ldexp(x, -exponent_F[:, None]).half() for x in spreads], 1
-        parts = [codes.unflatten(3, (-1, 4)).transpose(2, 3).flatten(2)]
     # Of a pair of groups, the second group's multiplier and offset come first.
-    parts += [strips(x, step).flip(3).contiguous().view(torch.uint8).flatten(2) for x in spreads]
-    num_bytes = sum(part.shape[2] for part in parts)
+    parts = [strips(x, step).flip(3).contiguous().view(torch.uint8).flatten(2) for x in spreads]
+    num_strips, steps = parts[0].shape[:2]
+    step_bytes = _CODE_BYTES + sum(part.shape[2] for part in parts)
+    packed = pages.empty((num_strips, steps, step_bytes), torch.uint8)
+    torch.cat(parts, dim=2, out=packed[:, :, _CODE_BYTES:])
+    inputs = weight.codes_FI.shape[1]
+    if weight.bits == 4:
+        rows_F = order(_row_addresses(weight.codes_FI))
+        copy = kernels.function("kvasir_pack_int4", _POINTER, _INT, _INT, _POINTER, _INT, _INT)
+        copy(rows_F.data_ptr(), num_strips, inputs, packed.data_ptr(), step_bytes, torch.get_num_threads())
+    else:
+        codes = strips(weight.codes_FI, GROUP_SIZE).contiguous().view(torch.uint8)
+        codes += 128  # wraps around
+        packed[:, :, :_CODE_BYTES] = codes.unflatten(3, (-1, 4)).transpose(2, 3).flatten(2)
     return Packed(
-        weight=torch.cat(parts, dim=2, out=pages.empty((*parts[0].shape[:2], num_bytes), torch.uint8)),
+        weight=packed,
         bias=None if bias_F is None else order(bias_F),
         scale=order(scale_F),
         shift=None,
-        inputs=weight.codes_FI.shape[1],
-        outputs=len(codes) * _STRIP,
+        inputs=inputs,
+        outputs=num_strips * _STRIP,
         numbers=_GROUPED_NUMBERS[weight.bits, weight.offset_FG is not None],
     )
 
@@ -168,12 +176,16 @@ def _pack_panels(parts: list[Tensor], kernels: KernelLibrary, pages: HugePages, 
     if missing := -inputs % side_by_side:
         parts = [functional.pad(part, (0, missing)) for part in parts]
     parts = [part.contiguous() for part in parts]
-    rows_F = torch.cat([part.data_ptr() + torch.arange(len(part)) * part.stride(0) * dtype.itemsize for part in parts])
+    rows_F = torch.cat([_row_addresses(part) for part in parts])
     rows_F = interleaved(rows_F) if gated else pad_outputs(rows_F)
     panels = pages.empty((len(rows_F) // _PANEL, (inputs + missing) // side_by_side, _PANEL, side_by_side), dtype)
     copy = kernels.function("kvasir_pack", _POINTER, _INT, _INT, _POINTER, _INT)
     copy(rows_F.data_ptr(), *panels.shape[:2], panels.data_ptr(), torch.get_num_threads())
     return panels
+
+
+def _row_addresses(matrix: Tensor) -> Tensor:
+    return matrix.data_ptr() + torch.arange(len(matrix)) * matrix.stride(0) * matrix.itemsize
 
 
 def pad_outputs(rows: Tensor) -> Tensor:
