@@ -22,6 +22,7 @@ from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
 from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
+from model.nn.matrix_kinds import INT4_TEXT, QUANTIZED_BYTES, matrix_kind
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -192,7 +193,7 @@ def forecast_engine(settings: ModelSettings, manifest: Manifest, *, server: Serv
     """
     manifest = _for_context(settings, manifest)
     resolved = _resolve(settings, manifest)
-    weight_bytes = _loaded_model(manifest, resolved)._replace(num_copies=1).weight_bytes
+    weight_bytes = _served_bytes(settings, manifest, resolved)
     plan = _plan(server, settings, manifest, resolved)
     device, profiled_bytes = resolved.context.device.type, None
     if device != "cpu":
@@ -327,6 +328,17 @@ def _loaded_model(manifest: Manifest, resolved: _ResolvedSettings) -> LoadedMode
     )
 
 
+def _served_bytes(settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings) -> int:
+    """Return the bytes of the weights as they are served: on a CPU, less what --quantize saves."""
+    loaded, saved = _loaded_model(manifest, resolved)._replace(num_copies=1), 0.0
+    if settings.quantize != "none" and not manifest.num_quantized:
+        for name, shape in manifest.config.parameter_shapes().items():
+            if name.endswith(resolved.packed_next):
+                served = QUANTIZED_BYTES[matrix_kind(settings.quantize, name)]
+                saved += math.prod(shape) * (loaded.value_bytes - served)
+    return loaded.weight_bytes - round(saved)
+
+
 def _largest_step(settings: ModelSettings, resolved: _ResolvedSettings) -> LargestStep:
     return LargestStep(
         block_size=settings.block_size,
@@ -445,12 +457,12 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
-    """Return the entry "matrices" of `EngineFacts.reasons`: the checkpoint's quantization; {} if it has none.
+    """Return the entry "matrices" of `EngineFacts.reasons`: the parts of int4, or the checkpoint's quantization, or {}.
 
     Matrices that are served otherwise are "dequantized from" it.
     """
     if (stored := manifest.quantization) is None:
-        return {}
+        return {"matrices": INT4_TEXT} if matrices == "int4" else {}
     is_kept = matrices in ("int4", "int8") or not stored.is_kept
     return {
         "matrices": stored.text.removeprefix(matrices).lstrip(", ") if is_kept else f"dequantized from {stored.text}"
