@@ -353,7 +353,7 @@ class ModelConfig:
         return self.global_head_dim if self.global_head_dim and layer in self.global_layers else self.head_dim
 
     def mlp_size_of(self, layer: int) -> int:
-        """Return the size of one layer's MLP."""
+        """Return the inner width (F) of one layer's MLP."""
         size = self.mlp_size if self.kv_source(layer) == layer else self.kv_shared_mlp_size
         return self.mlp_size if size is None else size
 

@@ -25,13 +25,13 @@ import torch
 
 from model.config import ModelConfig
 from model.nn.linear import can_pack
+from model.nn.matrix_kinds import QUANTIZED_BYTES, matrix_kind
 
 _READ_BYTES = 256 * 2**20  # far larger than any cache
 _SIDES = (512, 2048)
 _TRIES = 5
 
-# int4: 4 bits and a share of the group's multiplier.
-WEIGHT_BYTES = {"int4": 4.25 / 8, "int8": 1, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+WEIGHT_BYTES = {**QUANTIZED_BYTES, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,11 @@ class WorkFormula:
         self._num_expert_weights = sum(size for name, size in layers.items() if ".experts." in name)
         # Share of the experts that computes one row.
         self._expert_share = 0.0 if config.experts is None else config.experts.num_per_token / config.experts.num
-        self._config, self._value_bytes = config, WEIGHT_BYTES[weight_type]
+        self._config = config
         self._head = config.vocab_size * config.hidden_size
+        matrices = {**layers, "lm_head.weight": self._head}
+        num_bytes = sum(size * WEIGHT_BYTES[matrix_kind(weight_type, name)] for name, size in matrices.items())
+        self._value_bytes = num_bytes / sum(matrices.values())
         # The input embedding is only looked up.
         unused = round(self._num_expert_weights * (1 - self._expert_share))
         self.num_multiplied = sum(layers.values()) - unused + self._head

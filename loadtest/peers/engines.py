@@ -125,7 +125,7 @@ def _fits(cell: Cell) -> bool:
 
 
 def make_cells(shapes: Sequence[str], precisions: Sequence[str], kinds: Sequence[Kind]) -> list[Cell]:
-    """Return the cells of these shapes, precisions and kinds. `DEFAULTS` have only cells of kind http.
+    """Return the cells of these shapes, precisions and kinds; of precisions in `DEFAULTS`, only those of kind http.
 
     Cells that exceed the model's context, or `_MAX_CELL_BYTES` of weights and KV-cache, are left out.
     """

@@ -126,6 +126,10 @@ def _decode_packed(encoded: EncodedTensor) -> GroupedWeight:
     if "weight_zero_point" in stored:
         zeros_FJ = _nibbles(stored["weight_zero_point"].t()).flatten(1)[:, :outputs].t()
     codes_FI = _nibbles(stored["weight_packed"]).flatten(1)[:, :inputs]
+    if (offset_FG := stored.get("weight_offset")) is not None:
+        codes_FI = (codes_FI.view(torch.int8) - _MIDDLE).contiguous()
+        scale_FG = stored["weight_scale"].float()
+        return GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=offset_FG.float(), bits=4)
     return _ordered(encoded, codes_FI, stored["weight_scale"], zeros_FJ, stored.get("weight_g_idx"))
 
 

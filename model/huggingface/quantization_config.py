@@ -14,6 +14,7 @@ from model.gguf.tensor_types import TENSOR_TYPES
 from model.huggingface.families.reading.reader import ConfigReader, Requirements
 from model.io.files import CheckpointError
 from model.io.safetensors_header import WEIGHT_DTYPES
+from model.nn.matrix_kinds import INT4_TEXT
 
 QUANTIZATION_KEY = "quantization_config"
 # Last part of a stored tensor's name, such as qweight -> possible dtypes and possible shapes.
@@ -90,11 +91,13 @@ class PackedEncoding:
 
     has_zeros: groups have zero points. has_order: a tensor holds each input's group; without it, groups are of
         consecutive inputs.
+    has_offsets: groups have offsets, which `kvasir convert` writes.
     """
 
     group_size: int | None
     has_zeros: bool = False
     has_order: bool = False
+    has_offsets: bool = False
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
         """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
@@ -102,12 +105,14 @@ class PackedEncoding:
         groups = _ceil_divide(inputs, self.group_size or inputs)
         zeros: Roles = {"weight_zero_point": (_INT32, ((_ceil_divide(outputs, 8), groups),))}
         order: Roles = {"weight_g_idx": (_INT32, ((inputs,),))}
+        offsets: Roles = {"weight_offset": (WEIGHT_DTYPES, ((outputs, groups),))}
         return {
             "weight_packed": (_INT32, ((outputs, _ceil_divide(inputs, 8)),)),
             "weight_scale": (WEIGHT_DTYPES, ((outputs, groups),)),
             "weight_shape": (("I64", "I32"), ((2,),)),
             **(zeros if self.has_zeros else {}),
             **(order if self.has_order else {}),
+            **(offsets if self.has_offsets else {}),
         }
 
 
@@ -238,7 +243,8 @@ def _read_own(reader: ConfigReader) -> StoredQuantization:
         return StoredQuantization(Int8Encoding(), "int8, from kvasir convert")
     if bits != 4:
         reader.reject("bits", bits, "supported are 4 and 8; convert the checkpoint again")
-    return StoredQuantization(PackedEncoding(group_size=_GROUP), f"{_groups_text(_GROUP)}, from kvasir convert")
+    encoding = PackedEncoding(group_size=_GROUP, has_offsets=True)
+    return StoredQuantization(encoding, f"int4 {INT4_TEXT}, from kvasir convert")
 
 
 def _read_packed(weights: ConfigReader) -> StoredQuantization:

@@ -9,7 +9,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.families.reading.family import Layout, ModelFamily, full_name, sources
-from model.huggingface.quantization_config import Encoding, GgufEncoding, PlainEncoding
+from model.huggingface.quantization_config import Encoding, GgufEncoding, Int8Encoding, PlainEncoding
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 
@@ -125,6 +125,8 @@ def _find_part(
     header = found.get(name)
     if encoding is None or (header is not None and header.dtype in WEIGHT_DTYPES):
         encoding = PlainEncoding(kind=kind)
+    elif header is not None and header.dtype == "I8":  # beside int4 matrices
+        encoding = Int8Encoding()
     tensors = {}
     for role, (dtypes, shapes) in encoding.roles(shape).items():
         part = f"{module}.{role}"

@@ -8,11 +8,13 @@ Legend: T packed tokens, E inputs, F outputs.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight, quantize_weight
+from model.nn.matrix_kinds import matrix_kind
 from model.nn.transformer import Transformer
 
 _TINY = 1e-30  # keeps the scale of a row of zeros from being zero
@@ -187,18 +189,23 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
 def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
     """Replace every linear layer of a model, in place, by a kind in `LINEAR_KINDS` or by a function's result.
 
-    Each original is freed. A tied LM head becomes a layer of its own. If it is quantized, the token embedding reads its
-    rows (`QuantizedEmbedding`); otherwise the token embedding stays in memory beside it.
+    Matrices of int4 are chosen by `matrix_kind`. Each original is freed. A tied LM head becomes a layer of its own. If
+    it is quantized, the token embedding reads its rows (`QuantizedEmbedding`); otherwise the token embedding stays in
+    memory beside it.
     """
-    make = LINEAR_KINDS[kind] if isinstance(kind, str) else kind
+
+    def make(name: str, weight_FE: Tensor, bias_F: Tensor | None) -> nn.Module:
+        make_kind = LINEAR_KINDS[matrix_kind(kind, name)] if isinstance(kind, str) else kind
+        return make_kind(weight_FE, bias_F)
+
     if model.lm_head is None:
         weight_VE = model.token_embedding.weight
-        model.lm_head = make(weight_VE, None)
+        model.lm_head = make("lm_head.weight", weight_VE, None)
         if isinstance(model.lm_head, Int8Linear | GroupedLinear):
             model.token_embedding = QuantizedEmbedding(model.lm_head, weight_VE.dtype)
         del weight_VE
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear | StackedLinear):
-                setattr(module, name, make(child.weight, child.bias))
-                del child
+    paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear | StackedLinear)]
+    for path in paths:
+        child: Any = model.get_submodule(path)
+        model.set_submodule(path, make(f"{path}.weight", child.weight, child.bias))
+        del child

@@ -197,7 +197,7 @@ def train_own_text(
 
 
 def _read_plan(directory: Path, text: OwnText) -> _PlanFile:
-    """Read plan.json of the run in `directory`. Raises ValueError if it is damaged, or is for a different text."""
+    """Read plan.json of a training run. Raises ValueError if it is missing, damaged, or for a different text."""
     path = directory / _PLAN_FILE
     try:
         plan = _PlanFile(**json.loads(path.read_text()))

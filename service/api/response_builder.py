@@ -296,7 +296,7 @@ class ChatBuilder(ResponseBuilder):
         return [*parser.push(delta.text), *(parser.flush() if delta.finish is not None else ())]
 
     def _delta(self, choice: Choice, part: Part) -> responses.ChatDelta | None:
-        """Return the stream delta of a part, with the number of its tool call; None for reasoning that is not shown."""
+        """Return a part's stream delta; a new tool call gets the next number. None for reasoning that is not shown."""
         match part.kind:
             case PartKind.TEXT:
                 return responses.ChatDelta(content=part.text)

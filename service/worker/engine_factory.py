@@ -18,10 +18,12 @@ from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
 from model.gguf.container import SUFFIX
 from model.gpu.quantization import Quantization
+from model.huggingface.quantization_config import PlainEncoding
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
 from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
+from model.nn.matrix_kinds import GROUPED_INT8_BYTES, INT4_TEXT, QUANTIZED_BYTES, matrix_kind
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -37,7 +39,7 @@ from service.engine.execution.gpu_setup import (
     fuse_for_gpu,
 )
 from service.engine.scheduling.scheduler import EngineConfig
-from service.worker.memory_plan import LoadedModel, MemoryPlan, ServerNeeds, plan_memory
+from service.worker.memory_plan import LOADED_QUANTIZED_BYTES, LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +51,8 @@ _PREFIX_CACHE_SHARE = 0.5
 _USUAL_LENGTH = 8192
 # Largest share of free memory for the KV-cache, used if one full context needs more than half.
 _MOST_OF_MEMORY = 0.8
+# A matrix whose stored tensors have more bytes a weight has 8 bits a weight when it is served.
+_LEAST_8_BIT_BYTES = 0.75
 # Dtypes by their names in safetensors files, and by their names in settings.
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -193,7 +197,7 @@ def forecast_engine(settings: ModelSettings, manifest: Manifest, *, server: Serv
     """
     manifest = _for_context(settings, manifest)
     resolved = _resolve(settings, manifest)
-    weight_bytes = _loaded_model(manifest, resolved)._replace(num_copies=1).weight_bytes
+    weight_bytes = _served_bytes(settings, manifest, resolved)
     plan = _plan(server, settings, manifest, resolved)
     device, profiled_bytes = resolved.context.device.type, None
     if device != "cpu":
@@ -328,6 +332,24 @@ def _loaded_model(manifest: Manifest, resolved: _ResolvedSettings) -> LoadedMode
     )
 
 
+def _served_bytes(settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings) -> int:
+    """Return the bytes of the weights as they are served. While they are loaded, they take more on a CPU."""
+    loaded, saved = _loaded_model(manifest, resolved)._replace(num_copies=1), 0.0
+    if settings.quantize != "none" and not manifest.num_quantized:
+        for name, shape in manifest.config.parameter_shapes().items():
+            if name.endswith(resolved.packed_next):
+                served = QUANTIZED_BYTES[matrix_kind(settings.quantize, name)]
+                saved += math.prod(shape) * (loaded.value_bytes - served)
+    elif resolved.context.device.type == "cpu" and manifest.quantization is not None and manifest.quantization.is_kept:
+        for part in (part for place in manifest.placements.values() for part in place.encoded):
+            if not isinstance(part.encoding, PlainEncoding):
+                size = math.prod(part.shape)
+                stored = sum(header.end - header.begin for header in part.tensors.values())
+                served = QUANTIZED_BYTES["int4"] if stored < _LEAST_8_BIT_BYTES * size else GROUPED_INT8_BYTES
+                saved += size * (LOADED_QUANTIZED_BYTES - served)
+    return loaded.weight_bytes - round(saved)
+
+
 def _largest_step(settings: ModelSettings, resolved: _ResolvedSettings) -> LargestStep:
     return LargestStep(
         block_size=settings.block_size,
@@ -446,12 +468,12 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
-    """Return the entry "matrices" of `EngineFacts.reasons`; {} if the checkpoint is not quantized.
+    """Return the entry "matrices" of `EngineFacts.reasons`: the parts of int4, or the checkpoint's quantization, or {}.
 
     The entry names the checkpoint's quantization, after "dequantized from" if int4 or int8 is served as floats.
     """
     if (stored := manifest.quantization) is None:
-        return {}
+        return {"matrices": INT4_TEXT} if matrices == "int4" else {}
     is_kept = matrices in ("int4", "int8") or not stored.is_kept
     return {
         "matrices": stored.text.removeprefix(matrices).lstrip(", ") if is_kept else f"dequantized from {stored.text}"

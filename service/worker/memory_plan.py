@@ -35,6 +35,8 @@ _RESULT_BYTES = 64 * _MIB
 _CACHE_SHARE = 0.8
 # Tokens of context that must fit. A longer context that does not fit is rejected with the length that fits.
 _SHORT_CONTEXT = 1024
+# Bytes of a quantized weight while a model is loaded: 1 for its code, 0.25 for the scale and offset of its group.
+LOADED_QUANTIZED_BYTES = 1.25
 
 
 class MemoryPlan(NamedTuple):
@@ -66,13 +68,13 @@ class LoadedModel(NamedTuple):
     def weight_bytes(self) -> int:
         """Bytes of all weights. A tied embedding may count twice: for row lookup, and as packed output matrix.
 
-        A quantized weight counts as 1.25 bytes: 1 for its code, 0.25 for the scale and offset of its group.
+        A quantized weight counts with the bytes that it has while the model is loaded.
         """
         config, has_copy = self.config, self.config.tie_embeddings and not self.packs_embedding
         tied = config.vocab_size * config.hidden_size if has_copy else 0
         looked_up = config.vocab_size * config.num_layers * (config.layer_input_size or 0)  # never packed
         num_floats = self.num_copies * (config.num_parameters - self.num_quantized - looked_up) + looked_up
-        return self.value_bytes * (num_floats + tied) + self.num_quantized * 5 // 4
+        return self.value_bytes * (num_floats + tied) + round(self.num_quantized * LOADED_QUANTIZED_BYTES)
 
     @property
     def short_cache_bytes(self) -> int:

@@ -89,9 +89,11 @@ def _stored_tensors(model: Transformer, dtype: torch.dtype) -> Iterator[tuple[st
             yield f"{name}.weight", module.weight_FE
             yield f"{name}.weight_scale", module.scale_F[:, None]
         else:
-            codes_FI = module.weight.codes_FI
+            codes_FI, offset_FG = module.weight.codes_FI, module.weight.offset_FG
             yield f"{name}.weight_packed", _packed(codes_FI)
-            yield f"{name}.weight_scale", module.weight.scale_FG
+            yield f"{name}.weight_scale", module.weight.scale_FG.bfloat16()  # exact, see `quantize_weight`
+            if offset_FG is not None:
+                yield f"{name}.weight_offset", offset_FG.bfloat16()
             yield f"{name}.weight_shape", torch.tensor(codes_FI.shape)
         if module.bias_F is not None:
             yield f"{name}.bias", module.bias_F.to(dtype)

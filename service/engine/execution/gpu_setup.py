@@ -108,7 +108,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestStep:
-    """Size of the largest step that an engine may run: its tokens, sampled tokens, context length and KV-cache."""
+    """Largest step that an engine may run, in tokens, and block size and dtype of the KV-cache that it uses."""
 
     block_size: int
     num_tokens: int

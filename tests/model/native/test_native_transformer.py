@@ -14,7 +14,7 @@ from model.inspect.attention_weights import weights_of_layer
 from model.native.native_transformer import NativeTransformer, computes
 from model.native.weight_packing import BLOCK, pack, padded
 from model.nn.grouped_weight import GroupedWeight
-from model.nn.linear import QuantizedEmbedding, make_grouped_linear, replace_linears
+from model.nn.linear import LINEAR_KINDS, QuantizedEmbedding, make_grouped_linear, replace_linears
 from model.system.memory_pages import HugePages
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
@@ -100,7 +100,7 @@ def test_logits_of_any_number_of_rows_equal_pytorchs(level: str, count: int, kin
     """Compare `logits`, the final norm and the LM head, for any number of rows."""
     model = build(VARIANTS["rotary-mqa-untied"]).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     if kind in ("int8", "int4"):
-        replace_linears(model, kind)
+        replace_linears(model, LINEAR_KINDS[kind])  # the head is int4, too
     generator = torch.Generator().manual_seed(1)
     x_RE = torch.randn(200, model.config.hidden_size, generator=generator).to(model.token_embedding.weight.dtype)
     with torch.inference_mode():

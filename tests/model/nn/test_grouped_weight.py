@@ -35,18 +35,16 @@ def grouped(outputs: int, inputs: int, *, bits: int, has_offset: bool) -> Groupe
 
 
 @pytest.mark.parametrize("inputs", [32, 50, 7, 96])
-def test_min_max_uses_the_code_minus_eight_for_the_largest_weight(inputs: int) -> None:
+def test_min_max_uses_the_extreme_codes_for_the_extreme_weights(inputs: int) -> None:
     weight_FI = normal(9, inputs)
     found = quantize_weight(weight_FI, searches=False)
     assert found.codes_FI.shape == weight_FI.shape
     for group, part_FS in enumerate(weight_FI.split(32, dim=1)):
-        codes_FS = found.codes_FI[:, 32 * group : 32 * group + 32]
-        largest_F1 = part_FS.abs().argmax(dim=1, keepdim=True)
-        assert codes_FS.gather(1, largest_F1).eq(-8).all()
-        reached_F1 = found.dense()[:, 32 * group :][:, :32].gather(1, largest_F1)
-        torch.testing.assert_close(reached_F1, part_FS.gather(1, largest_F1), rtol=2**-11, atol=0.0)
-        error_FS = (found.scale_FG[:, group, None] * codes_FS - part_FS).abs()
-        assert error_FS.le(found.scale_FG[:, group, None].abs() * 1.0001).all()
+        codes_FS, dense_FS = (each[:, 32 * group : 32 * group + 32] for each in (found.codes_FI, found.dense()))
+        for code, extreme_F1 in ((-8, part_FS.argmin(1, keepdim=True)), (7, part_FS.argmax(1, keepdim=True))):
+            assert codes_FS.gather(1, extreme_F1).eq(code).all()
+            torch.testing.assert_close(dense_FS.gather(1, extreme_F1), part_FS.gather(1, extreme_F1), rtol=0, atol=0.01)
+        assert (dense_FS - part_FS).abs().le(found.scale_FG[:, group, None] * 0.55).all()
 
 
 def test_the_search_lowers_the_error_of_every_group() -> None:
@@ -55,8 +53,8 @@ def test_the_search_lowers_the_error_of_every_group() -> None:
         (quantize_weight(weight_FI, searches=searches).dense() - weight_FI).unflatten(1, (-1, 32)).square().sum(-1)
         for searches in (False, True)
     ]
-    assert (errors[1] <= errors[0] * 1.0001).all()
-    assert errors[1].mean() < 0.92 * errors[0].mean()
+    assert (errors[1] <= errors[0] * 1.01).all()  # scales and offsets are rounded to bfloat16
+    assert errors[1].mean() < 0.86 * errors[0].mean()
 
 
 def test_quantizing_in_chunks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,6 +64,7 @@ def test_quantizing_in_chunks_changes_no_bit(monkeypatch: pytest.MonkeyPatch) ->
     parts = quantize_weight(weight_FI)
     assert torch.equal(parts.codes_FI, whole.codes_FI)
     assert torch.equal(parts.scale_FG, whole.scale_FG)
+    assert torch.equal(parts.dense(), whole.dense())
 
 
 def test_zeros_stay_zeros() -> None:

@@ -97,9 +97,20 @@ def test_replace_linears_replaces_every_plain_matrix(kind: str) -> None:
     replace_linears(model, kind)
     gc.collect()
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    assert {type(m) for m in model.modules()} & {PackedLinear, Int8Linear, Int4Linear} == {type(model.lm_head)}
+    kinds = {type(m) for m in model.modules()} & {PackedLinear, Int8Linear, Int4Linear}
+    assert kinds == {"packed": {PackedLinear}, "int8": {Int8Linear}, "int4": {Int8Linear, Int4Linear}}[kind]
     left = sum(tensor.nbytes for name, tensor in model.state_dict().items() if name.startswith("layers"))
     assert left < plain / 4
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "rotary-gqa"])
+def test_int4_is_int8_in_the_head_and_first_layer(variant: str) -> None:
+    model = build(VARIANTS[variant])
+    replace_linears(model, "int4")
+    kinds = {name: type(m) for name, m in model.named_modules() if isinstance(m, Int8Linear | Int4Linear)}
+    int4 = {name for name, kind in kinds.items() if kind is Int4Linear}
+    assert type(model.lm_head) is Int8Linear
+    assert int4 == {name for name in kinds if name.startswith("layers.1.")} != set()
 
 
 def test_float64_and_other_devices_cannot_be_packed() -> None:

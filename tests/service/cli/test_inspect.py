@@ -169,6 +169,19 @@ def test_the_forecast_is_the_engine_that_is_built(
     assert values["streams"]["256"] == values["kv_cache_tokens"] // 256
 
 
+def test_the_forecast_counts_the_bits_of_int4(tmp_path: Path) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    config, needs = tiny_config(274), ServerNeeds(standby=False, num_blocks=0)
+    found = {}
+    for quantize in ("none", "int4"):
+        settings = ServeSettings(checkpoint=directory, device="cpu", dtype="float32", quantize=quantize)
+        found[quantize] = forecast_engine(settings, read_manifest(directory), server=needs).weight_bytes
+    a_layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 32 * 2 * 64 + 64 * 32  # qkv, out, gate and up, down
+    int8 = 274 * 32 + a_layer  # the tied embedding and the first layer
+    floats = config.num_parameters - 274 * 32 - 2 * a_layer
+    assert found == {"none": 4 * config.num_parameters, "int4": 4 * floats + int8 + round(a_layer * 4.75 / 8)}
+
+
 def test_generate_warns_of_ignored_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     CASES["llama mha"].build().save_pretrained(tmp_path)
     write_byte_level(tmp_path, 300)

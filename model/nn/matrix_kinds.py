@@ -1,0 +1,13 @@
+"""Kinds of quantized matrices: which matrices of a model of int4 are int8, and the bytes of a weight. Torch-free."""
+
+# Beginnings of the names of matrices that are int8 if the others are int4: the embedding, LM head and first layer. They
+# cost most in accuracy; llama.cpp's Q4_K_M has 6 bits in the head and in some matrices of the layers.
+_INT8_BESIDE_INT4 = ("token_embedding.", "lm_head.", "layers.0.")
+INT4_TEXT = "in groups of 32; int8 in the embedding, LM head and first layer"
+GROUPED_INT8_BYTES = 36 / 32  # of a weight of a quantized file with 8 bits in groups of 32
+QUANTIZED_BYTES = {"int8": 1, "int4": 4.75 / 8}  # of a weight; int4: 4 bits and a share of multiplier and offset
+
+
+def matrix_kind(kind: str, name: str) -> str:
+    """Return the kind of the matrix `name` in a model of matrices of `kind`: int8 for some matrices of int4."""
+    return "int8" if kind == "int4" and name.startswith(_INT8_BESIDE_INT4) else kind
