@@ -28,8 +28,7 @@ from model.nn.linear import can_pack
 from model.nn.matrix_kinds import QUANTIZED_BYTES, matrix_kind
 
 _READ_BYTES = 256 * 2**20  # far larger than any cache
-_SIDES = (512, 2048)
-_TRIES = 5
+_SIDES, _TRIES = (512, 2048), 5
 
 WEIGHT_BYTES = {**QUANTIZED_BYTES, "fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 

@@ -142,9 +142,9 @@ class RequestProcessor:
     def _asked_length(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[str, int | None, str]:
         """Return the name and value of the field with the maximum tokens of a completion, and a clause for an error.
 
-        The value is the request's; else None if the checkpoint has a default, which `_length` applies, and otherwise the
-        API's default: 16 for `/v1/completions`, None for a chat. The clause ends the error about a prompt that leaves
-        too little room for the completion.
+        The value is the request's; else None if the checkpoint has a default, which `_length` applies, and otherwise
+        the API's default: 16 for `/v1/completions`, None for a chat. The clause ends the error about a prompt that
+        leaves too little room for the completion.
         """
         is_new = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
         param = "max_completion_tokens" if is_new else "max_tokens"
