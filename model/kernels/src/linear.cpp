@@ -42,12 +42,12 @@ inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t out
            (output / PANEL * groups * PANEL + output % PANEL) * Kind::GROUP;
 }
 
-// Prefetch plan of a tile. from: the weights that this thread will probably read next. For each group of inputs, the
-// tile prefetches `lines` lines of 64 bytes and moves by `step` bytes. lines 0: the tile prefetches its own weights,
-// and near its end the first of `from`.
+// Prefetch plan of a tile. from: the weights that this thread will probably read next. lines: number of lines of 64
+// bytes of `from` that the tile prefetches for each group of inputs; 0: the tile prefetches its own weights, and near
+// its end the first of `from`.
 struct Prefetch {
     const char* from;
-    int64_t step, lines;
+    int lines;
 };
 
 constexpr int64_t PANEL_STEP = PANEL * 4;  // bytes of a group of inputs of a panel, in every type of matrix
@@ -86,8 +86,8 @@ inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, cons
         const int64_t at = group * STEP;
         // Prefetch into L2, which allows more outstanding reads than L1.
         if (prefetch.lines > 0) {
-            const char* from = prefetch.from + group * prefetch.step;
-            for (int64_t line = 0; line < prefetch.lines; ++line) __builtin_prefetch(from + line * 64, 0, 2);
+            const char* from = prefetch.from + group * PANEL_STEP;
+            for (int line = 0; line < prefetch.lines; ++line) __builtin_prefetch(from + line * 64, 0, 2);
         } else {
             const int64_t ahead = (group + FETCH_AHEAD) * PANEL_STEP;
             const char* from = group + FETCH_AHEAD < groups ? reinterpret_cast<const char*>(weight) + ahead
@@ -122,17 +122,17 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
         const int64_t panel = task / parts * PANEL, first = task % parts * TASK_ROWS;
         const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
         // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
-        const int64_t others = (end - first + TILE_ROWS - 1) / TILE_ROWS - 1;
-        const int64_t share = others > 0 ? (TILE_BLOCKS + others - 1) / others : 0;
+        const auto others = static_cast<int>((end - first + TILE_ROWS - 1) / TILE_ROWS - 1);
+        const int share = others > 0 ? (TILE_BLOCKS + others - 1) / others : 0;
         for (int64_t output = panel; output < panel + PANEL; output += OUTPUTS) {
             const bool is_last = output + OUTPUTS == panel + PANEL;
             const int64_t next_output = is_last ? panel + threads * PANEL : output + OUTPUTS;
             const auto* next = reinterpret_cast<const char*>(weights_of<Kind>(matrix, next_output));
-            int64_t fetched = -share;
+            int fetched = -share;
             auto next_prefetch = [&]() -> Prefetch {
-                const int64_t line = fetched + share <= TILE_BLOCKS ? fetched : TILE_BLOCKS - share;
+                const int line = fetched + share <= TILE_BLOCKS ? fetched : TILE_BLOCKS - share;
                 fetched += share;
-                return line < 0 ? Prefetch{next, PANEL_STEP, 0} : Prefetch{next + line * 64, PANEL_STEP, share};
+                return line < 0 ? Prefetch{next, 0} : Prefetch{next + line * 64, share};
             };
             for (int64_t row = first; row < end; row += TILE_ROWS) {
                 with_rows<TILE_ROWS>(static_cast<int>(end - row), [&](auto count) {
