@@ -82,7 +82,7 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, or a field of another kind.
+    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, or a field that `kind` lacks.
 
     attention_factor: factor of cosines and sines, of kinds yarn and longrope; None: see `rotation_factor`.
     beta_fast, beta_slow: in kind yarn, a frequency with more turns than beta_fast in the original context is kept, and
