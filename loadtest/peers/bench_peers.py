@@ -253,7 +253,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 0, or 1 after a failure or an interruption, which writes the figures so far."""
+    """Run the benchmark. Return 0; 1 after a failure, or after an interruption, when it writes the figures so far."""
     names = [peer.name for peer in PEERS]
     options = {
         "shapes": (["qwen3-0.6b", "llama-3.2-1b"], "model shapes", SHAPE_SIZES),

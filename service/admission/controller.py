@@ -108,7 +108,7 @@ class _RetryQueue:
     num_retried: float = 1.0
 
     def num_expected(self, now: float, before: float) -> float:
-        """Drop retries due before `now`. Return how many of those due before `before` are expected to come."""
+        """Drop retries due before `now`. Return how many of those due until `before` are expected to come."""
         del self.due_seconds[: bisect_left(self.due_seconds, now)]
         return min(1.0, self.num_retried / self.num_rejected) * bisect_left(self.due_seconds, before)
 
