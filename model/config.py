@@ -294,7 +294,7 @@ class ModelConfig:
         if self.experts is not None:
             layer_lists["experts dense_layers"] = self.experts.dense_layers
             if (count := self.num_layers * self.experts.num) > MAX_EXPERTS:
-                raise ValueError(f"the model has {count:,} experts, but at most {MAX_EXPERTS:,} are supported")
+                raise ValueError(f"{count:,} experts, but at most {MAX_EXPERTS:,} are supported; use a smaller model")
         for name, layers in layer_lists.items():
             if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
                 raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
