@@ -370,7 +370,7 @@ class ModelConfig:
 
     @property
     def _kv_sources(self) -> dict[bool, int]:
-        """Return the layer whose keys and values the last layers read, by "has no window" of those layers."""
+        """Return the layers whose keys and values last layers without a window (key True) and with one (False) read."""
         first = self.num_layers - (self.num_kv_shared_layers or 0)
         return _last_layers(first, self.global_layers, self.sliding_window is not None)
 
@@ -494,7 +494,7 @@ class ModelConfig:
 
 @functools.lru_cache
 def _last_layers(end: int, global_layers: tuple[int, ...], has_windows: bool) -> dict[bool, int]:
-    """Return the last layer before layer `end` of each kind, by "has no window". A kind without layers is absent."""
+    """Return the last layer below `end` without a window (key True), and with one (False). A key may be absent."""
     without_window = set(global_layers)
     return {not has_windows or layer in without_window: layer for layer in range(end)}
 

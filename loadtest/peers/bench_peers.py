@@ -86,7 +86,7 @@ class PairStore:
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
 
     def _speed_share(self, pair: ComparedPair) -> float:
-        """Return a pair's lowest processor speed, relative to the median of all measured speeds; 1 if it has none."""
+        """Return a pair's lowest processor speed, relative to the median of all measured speeds; 1 without speeds."""
         probes = [probe for each in self.pairs for probe in each.gflops]
         return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
 
