@@ -208,7 +208,7 @@ class Admission:
         self._check_retry_after()
 
     def ended(self, tenant: str = "") -> None:
-        """Record the end of an admitted sequence, for any reason. Call `started` first, even if it never ran."""
+        """Record an admitted sequence's end, for any reason. Call `started` first, even if the sequence never ran."""
         self._advance(num_ended=1)
         holding = self._holdings[tenant]
         holding.num_sequences -= 1
