@@ -294,7 +294,7 @@ class ModelConfig:
         if self.experts is not None:
             layer_lists["experts dense_layers"] = self.experts.dense_layers
             if (count := self.num_layers * self.experts.num) > MAX_EXPERTS:
-                raise ValueError(f"the model has {count:,} experts, but at most {MAX_EXPERTS:,} are supported")
+                raise ValueError(f"{count:,} experts, but at most {MAX_EXPERTS:,} are supported; use a smaller model")
         for name, layers in layer_lists.items():
             if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
                 raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
@@ -313,7 +313,7 @@ class ModelConfig:
     def rotary_size(self) -> int:
         """Return the number of dimensions of a head, from the first on, that rotary positions rotate.
 
-        In `global_layers`, `global_head_dim` dimensions are rotated if that field is given.
+        The layers `global_layers` rotate `global_head_dim` dimensions instead, if that field is given.
         """
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
@@ -370,7 +370,7 @@ class ModelConfig:
 
     @property
     def _kv_sources(self) -> dict[bool, int]:
-        """Return the layers whose keys and values the last layers read: with a window (key False), without (True)."""
+        """Return the layers whose keys and values last layers without a window (key True) and with one (False) read."""
         first = self.num_layers - (self.num_kv_shared_layers or 0)
         return _last_layers(first, self.global_layers, self.sliding_window is not None)
 
@@ -494,7 +494,7 @@ class ModelConfig:
 
 @functools.lru_cache
 def _last_layers(end: int, global_layers: tuple[int, ...], has_windows: bool) -> dict[bool, int]:
-    """Return the last layer below `end` with a window (key False), and without (True). A key may be absent."""
+    """Return the last layer below `end` without a window (key True), and with one (False). A key may be absent."""
     without_window = set(global_layers)
     return {not has_windows or layer in without_window: layer for layer in range(end)}
 

@@ -82,7 +82,7 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, or a field of another kind.
+    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, or a field that `kind` lacks.
 
     attention_factor: factor of cosines and sines, of kinds yarn and longrope; None: see `rotation_factor`.
     beta_fast, beta_slow: in kind yarn, a frequency with more turns than beta_fast in the original context is kept, and
@@ -127,7 +127,7 @@ class RopeScaling:
                 raise ValueError(f"in rope_scaling {lower} must be less than {higher}")
 
     def divisors(self, max_context_length: int) -> tuple[float, ...] | None:
-        """Return LongRoPE's divisor of each frequency (arXiv 2402.13753); None for another kind of scaling.
+        """Return LongRoPE's divisor of each frequency (arXiv 2402.13753); None for other kinds of scaling.
 
         max_context_length: longest context that the model serves. It selects the short or the long divisors for all
         sequences, because the rotated keys of a growing sequence are cached.
@@ -137,7 +137,7 @@ class RopeScaling:
 
     @property
     def dynamic_original(self) -> int | None:
-        """Return the original context length of kind dynamic; None for another kind."""
+        """Return the original context length of kind dynamic; None for other kinds."""
         return self.original_context_length if self.kind is RopeScalingKind.DYNAMIC else None
 
     @property

@@ -216,7 +216,7 @@ class CompletionReader:
     def finish(self) -> Outcome:
         """End the request with the result that its response shows, and return its outcome.
 
-        The request ends when its last bytes arrive, or when the connection ends.
+        Its end time is the arrival of the response's last bytes, or the end of the connection.
         """
         self.end(*self._ending()).end_seconds = self._now
         return self.outcome

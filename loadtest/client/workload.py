@@ -109,7 +109,7 @@ class Passages:
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     def cut(self, start: int, num_tokens: int) -> str:
-        """Return at least one and up to `num_tokens` tokens of words; `start`: any integer, the passage's number."""
+        """Return passage number `start` (any integer): whole words, at least one, of at most `num_tokens` tokens."""
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at] + 1  # a cut may split one more token

@@ -204,7 +204,7 @@ def _in_rounds(label: str, works: Mapping[str, Callable[[], int]], rounds: int) 
 
 
 def _speeds(label: str, rates: Mapping[str, Rates], name: str) -> dict[str, Any]:
-    """Return spreads over rounds: a mechanism's tokens/s; its tokens per CPU second, relative to the baseline's."""
+    """Return a mechanism's tokens/s, and its tokens per CPU second relative to the baseline, as spreads over rounds."""
     own, baseline = ([by_cpu for _, by_cpu in rates[side]] for side in (name, BASELINE))
     return {
         f"{label}_tokens_per_second": spread(rate for rate, _ in rates[name]),

@@ -86,7 +86,7 @@ class PairStore:
             yield {**asdict(cell), "context_length": cell.context_length, "peers": rows}
 
     def _speed_share(self, pair: ComparedPair) -> float:
-        """Return a pair's lowest processor speed, relative to the median of all measured speeds; 1 if it has none."""
+        """Return a pair's lowest processor speed, relative to the median of all measured speeds; 1 without speeds."""
         probes = [probe for each in self.pairs for probe in each.gflops]
         return min(pair.gflops) / statistics.median(probes) if pair.gflops else 1.0
 
@@ -253,7 +253,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark. Return 0, or 1 after a failure or an interruption, which writes the figures so far."""
+    """Run the benchmark. Return 0; 1 after a failure, or after an interruption, when it writes the figures so far."""
     names = [peer.name for peer in PEERS]
     options = {
         "shapes": (["qwen3-0.6b", "llama-3.2-1b"], "model shapes", SHAPE_SIZES),

@@ -119,7 +119,7 @@ def _decode_packed(encoded: EncodedTensor) -> GroupedWeight:
     if tuple(stored["weight_shape"].tolist()) != encoded.shape:
         header = encoded.tensors["weight_shape"]
         raise CheckpointError(
-            f"{header.path}: tensor {header.name} holds another shape than that of its matrix, {encoded.shape}; "
+            f"{header.path}: tensor {header.name} contradicts the shape of its matrix, {encoded.shape}; "
             "save the weights again"
         )
     zeros_FJ = None

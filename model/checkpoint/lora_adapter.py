@@ -289,7 +289,7 @@ def _matrices(manifest: Manifest) -> Iterator[tuple[str, Layout, dict[str, tuple
 def _find_pair(
     config: _Config, module: str, names: list[str], shape: tuple[int, int], found: Mapping[str, TensorHeader]
 ) -> tuple[TensorHeader, TensorHeader]:
-    """Return the entries of A and B of a target module. Raises CheckpointError.
+    """Return the headers of the tensors A and B of a target module. Raises CheckpointError if one is unusable.
 
     names: tensor names of A and B in `found`. shape: outputs and inputs of the module.
     """

@@ -206,7 +206,7 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
 
 
 def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> dict[str, Any]:
-    """Return the values of a config.json that describes a file's model, with unknown metadata under its own keys."""
+    """Return the values of a config.json that describes a file's model. Unknown metadata keeps GGUF's keys."""
     found = _own_metadata(file, f"{name}.")
     values = dict(architecture.values)
     for old, key in architecture.keys.items():
@@ -266,10 +266,10 @@ def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> d
 
 
 def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
-    """Return the metadata under `prefix`, by the rest of the key, without unused keys and keys with the value 0.
+    """Return the metadata whose keys begin with `prefix`, without the prefix, unused keys, and keys with the value 0.
 
-    The array of layers with a window is left out. Another array of one value for all layers becomes this value. Raises
-    CheckpointError if its values differ.
+    The array of layers with a window is left out. Any other array must repeat one value, and becomes this value.
+    Raises CheckpointError for an array of different values.
     """
     found = {key.removeprefix(prefix): value for key, value in file.scalars.items() if key.startswith(prefix)}
     for key in file.arrays:

@@ -21,7 +21,7 @@ _K_SCALE_BYTES = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unpacked:
-    """Quantized blocks, unpacked to codes, scales and offsets: number = scale * code + offset; `offset_BG` None: 0."""
+    """Quantized blocks, unpacked: number = scale * code + offset. Without `offset_BG` all offsets are 0."""
 
     codes_BW: npt.NDArray[np.int8]
     scale_BG: Floats

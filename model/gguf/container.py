@@ -51,14 +51,14 @@ class GgufFile:
     tensors: Mapping[str, TensorHeader]
 
     def text(self, key: str) -> str | None:
-        """Return a metadata key's string; None if absent or an array. Raises CheckpointError for another scalar."""
+        """Return a metadata key's string; None if absent or an array. Raises CheckpointError for any other scalar."""
         value = self.scalars.get(key)
         if value is not None and not isinstance(value, str):
             raise CheckpointError(f"{self.path}: {key} must be a string, not {value!r}; convert the model again")
         return value
 
     def strings(self, key: str) -> list[str]:
-        """Return the array of strings of a metadata key; empty if absent. Raises CheckpointError for another value."""
+        """Return a metadata key's array of strings; empty if absent. Raises CheckpointError for any other value."""
         if (span := self._span(key)) is None:
             return []
         if span.kind != _STRING:
@@ -74,7 +74,7 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {key} has an item that is not UTF-8; copy the file again") from error
 
     def numbers(self, key: str) -> list[float]:
-        """Return the array of numbers of a metadata key; empty if absent. Raises CheckpointError for another value."""
+        """Return a metadata key's array of numbers; empty if absent. Raises CheckpointError for any other value."""
         if (span := self._span(key)) is None:
             return []
         if span.kind == _STRING:

@@ -172,7 +172,7 @@ def _own_sizes(family: ModelFamily, config: ModelConfig) -> dict[str, Any]:
 def _own_values(family: ModelFamily, config: ModelConfig, types: list[str]) -> dict[str, Any]:
     """Return a model's values of the config.json keys that its family adds to Llama's.
 
-    Empty for other families: `_candidates` tries several sets of keys. types: kind of attention of each layer.
+    Empty for other families, for which `_candidates` tries several sets of keys. types: attention kind by layer.
     """
     window = {"sliding_window": config.sliding_window}
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_bias}

@@ -286,7 +286,7 @@ def _read_float8(weights: ConfigReader) -> StoredQuantization:
 
 
 def _reader(path: Path, name: str, value: object, harmless: frozenset[str], must_be: Requirements) -> ConfigReader:
-    """Return a reader of the JSON object that is the value of the key `name`. Raises CheckpointError."""
+    """Return a reader of `value`, found under the key `name`. Raises CheckpointError unless it is a JSON object."""
     if not isinstance(value, Mapping):
         ConfigReader(path, {}).reject(name, value, "expected a JSON object; correct the config")
     return ConfigReader(path, value, prefix=f"{name}.", harmless=harmless, must_be=must_be)
@@ -316,9 +316,9 @@ def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
 
 
 def _agreed_choice(reader: ConfigReader, names: tuple[str, ...], choices: Mapping[str, Any]) -> Any:
-    """Return the item of `choices` that the first key of `names` selects; if that is the first item, the last key's.
+    """Return the item of `choices` that the first key of `names` selects; the last key's, if that is the default.
 
-    An absent key selects the first item. Raises CheckpointError for a value that is not in `choices`.
+    The default is the first item; an absent key selects it. Raises CheckpointError for a value not in `choices`.
     """
     found = [reader.choice(name, next(iter(choices)), choices) for name in names]
     return found[-1] if found[0] == next(iter(choices.values())) else found[0]

@@ -105,7 +105,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class LayerInputWeights(ctypes.Structure):
-    """Weights of the inputs that each layer gets beside x, as the kernels read them."""
+    """Weights of `model.nn.layers.LayerInputs`, which give each layer an input beside x, as the kernels read them."""
 
     _fields_ = (
         ("projection", Matrix),

@@ -85,7 +85,7 @@ class AdapterRows:
 
 
 class NativeAdapters:
-    """Adapters of a model by key, packed for the native kernels. dtype: of the weights, float32 or bfloat16."""
+    """Adapters of a model by key, packed for the native kernels with weights of `dtype`: float32 or bfloat16."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config, self._dtype = config, dtype

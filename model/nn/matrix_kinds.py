@@ -1,4 +1,4 @@
-"""Kinds of quantized matrices: which matrices of a model of int4 are int8, and the bytes of a weight. Torch-free."""
+"""Formats of the matrices of a quantized model: some matrices of an int4 model are int8. Torch-free."""
 
 # Beginnings of the names of matrices that are int8 if the others are int4: the embedding, LM head and first layer. They
 # cost most in accuracy; llama.cpp's Q4_K_M has 6 bits in the head and in some matrices of the layers.
@@ -9,5 +9,5 @@ QUANTIZED_BYTES = {"int8": 1, "int4": 4.75 / 8}  # of a weight; int4: 4 bits and
 
 
 def matrix_kind(kind: str, name: str) -> str:
-    """Return the kind of the matrix `name` in a model of matrices of `kind`: int8 for some matrices of int4."""
+    """Return the format of matrix `name` in a model quantized to `kind`: int8 for some matrices of an int4 model."""
     return "int8" if kind == "int4" and name.startswith(_INT8_BESIDE_INT4) else kind

@@ -119,7 +119,7 @@ class Attention(nn.Module):
         return q_THD, k_TKD, v_TKD
 
     def _normed(self, norm: RMSNorm | None, x_THD: Tensor) -> Tensor:
-        """Return queries or keys normed by `norm`; unchanged if it is None."""
+        """Return queries or keys normed by `norm`; unchanged if `norm` is None."""
         if norm is None:
             return x_THD
         normed: Tensor = norm(x_THD) if self.norms_heads else norm(x_THD.flatten(1)).view(x_THD.shape)

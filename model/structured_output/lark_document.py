@@ -108,7 +108,7 @@ class LarkDocument:
         return self.nested(json_grammar(schema, lenient=lenient))
 
     def nested(self, grammar: str) -> str:
-        """Add another grammar: JSON text of llguidance with one grammar in its list. Return an expression for it."""
+        """Add a sub-grammar: llguidance's JSON text with one grammar in its list. Return an expression for it."""
         (part,) = json.loads(grammar)["grammars"]
         name = f"g{len(self._nested)}"
         self._nested.append({**part, "name": name})

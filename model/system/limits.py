@@ -5,7 +5,7 @@ A container's limits are those of its control group (cgroup). Version 2 of contr
 mount both. A group's parents limit it too, so every directory from the process's group to the mount point is read.
 Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel.org/admin-guide/cgroup-v1/memory.html
 
-Every function reads files under `root`, which is / except in tests.
+`root`: directory under which a function looks for the system's files: "/", except in tests.
 """
 
 import math

@@ -5,7 +5,7 @@ from types import ModuleType
 
 
 def import_with_triton(name: str) -> ModuleType | None:
-    """Import and return a module with Triton kernels; None if triton is not installed: PyTorch for CUDA brings it."""
+    """Import and return a module with Triton kernels; None without triton, which PyTorch for CUDA installs."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -84,7 +84,7 @@ def token_ids(value: object) -> tuple[int, ...]:
     """Return the distinct token ids in the JSON value of `eos_token_id`: null, one token id or a list of token ids.
 
     Raises:
-        ValueError: the value has another form.
+        ValueError: the value has a different form.
     """
     try:
         ids = msgspec.convert([] if value is None else value, _TokenId | list[_TokenId])

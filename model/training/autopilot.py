@@ -124,7 +124,7 @@ class Deadline:
     def next_config(
         self, step: int, config: TrainConfig, seconds: float | None, held_out: Sequence[float]
     ) -> TrainConfig:
-        """Return the config for the next step: with another number of steps if the speed or overfitting requires it.
+        """Return the config for the next step: with more or fewer steps if the speed or overfitting requires it.
 
         Arguments: see `RunSettings.next_config`. seconds: recent seconds per step.
         """

@@ -108,7 +108,7 @@ class _RetryQueue:
     num_retried: float = 1.0
 
     def num_expected(self, now: float, before: float) -> float:
-        """Drop retries due before `now`. Return how many of those due before `before` are expected to come."""
+        """Drop retries due before `now`. Return how many of those due until `before` are expected to come."""
         del self.due_seconds[: bisect_left(self.due_seconds, now)]
         return min(1.0, self.num_retried / self.num_rejected) * bisect_left(self.due_seconds, before)
 
@@ -208,7 +208,7 @@ class Admission:
         self._check_retry_after()
 
     def ended(self, tenant: str = "") -> None:
-        """Record the end of an admitted sequence, for any reason. Call `started` first, even if it never ran."""
+        """Record an admitted sequence's end, for any reason. Call `started` first, even if the sequence never ran."""
         self._advance(num_ended=1)
         holding = self._holdings[tenant]
         holding.num_sequences -= 1

@@ -67,7 +67,7 @@ class Adapters:
         return root.resolve()
 
     def _resolve(self, path: str) -> Path:
-        """Return the directory of a request's path, which is absolute or relative to --lora-dir.
+        """Return the directory at a path from a request. A relative path begins at --lora-dir.
 
         Raises InvalidRequest if the directory, after symbolic links, is not below --lora-dir.
         """

@@ -126,7 +126,7 @@ class Inspection:
             )
 
     def _plan(self, asked: AttentionRequest) -> AttentionQuery:
-        """Return the query for the worker.
+        """Return the attention query to send to the worker.
 
         Raises an `ApiError` for an adapter, an unknown model, layer or head, and a prompt that is invalid or too long.
         """

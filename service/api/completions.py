@@ -27,7 +27,7 @@ Asked: TypeAlias = CompletionRequest | ChatCompletionRequest
 
 
 def _header_list(names: list[str]) -> bytes:
-    """Return the first 32 names of ignored fields, joined by commas. Characters a header cannot have become `?`."""
+    """Return the first 32 names of ignored fields, joined by commas. Characters that are not allowed become `?`."""
     return re.sub(r"[^!-~]", "?", ",".join(names[:_MAX_NAMED_FIELDS])).encode("ascii")
 
 

@@ -95,7 +95,7 @@ class GroupedBody(Delivery):
         """Store the result of a sequence, which is in its only token delta."""
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
-        """Return one more group to submit if the results of this group do not suffice, else None. For subclasses."""
+        """Return one more group to submit if this group's results do not suffice, else None. Subclasses override it."""
         return None
 
     @abstractmethod

@@ -177,7 +177,7 @@ class CompletionBuilder(ResponseBuilder):
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return a list of one event: a delta's text, requested logprobs and ids; with `is_first`, the prompt's too."""
+        """Return, in a list, an event with a delta's text, requested logprobs and ids; `is_first` adds the prompt's."""
         reason, stop = _finish_fields(delta.finish)
         text = choice.prompt_text + delta.text if is_first else delta.text
         built = responses.CompletionChoice(

@@ -65,7 +65,7 @@ class ResponsesApi:
     def _conversation(self, response_id: str, tenant: str) -> list[dict[str, Any]]:
         """Return a stored response's input and output items.
 
-        Raises ResponseNotFound if it is not stored, and InvalidRequest if it is not finished.
+        Raises ResponseNotFound if the response is not stored, and InvalidRequest if it is not finished.
         """
         record = self.store.get(response_id, tenant, param="previous_response_id")
         if not record.is_finished:
@@ -76,9 +76,10 @@ class ResponsesApi:
         return record.conversation()
 
     def _record(self, asked: ResponsesRequest, tenant: str, earlier: list[dict[str, Any]]) -> StoredResponse | None:
-        """Return a new record of a response, which adds itself to the store at its end; None if it is not to be stored.
+        """Return a new record of a response; None if the response is not to be stored.
 
-        Raises an `ApiError` if the request needs the store but the store is off, or if the store has no room.
+        The record adds itself to the store when the response ends. Raises an `ApiError` if the request needs the store
+        but the store is off, or if the store has no room.
         """
         if asked.store is False or not self.store.is_on:
             if asked.store or asked.background:

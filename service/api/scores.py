@@ -244,7 +244,7 @@ def _choice(index: int, submit: Submit) -> Choice:
 
 
 def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: float, adapter: str) -> Submit:
-    """Return the engine command to generate `answer_id` after a prompt, with its logprob and those of the likeliest."""
+    """Return the engine command to generate `answer_id` after a prompt, with logprobs of it and the likeliest ids."""
     params = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS, allowed_token_ids=(answer_id,)
     )

@@ -108,7 +108,7 @@ class ChatSession:
     def answer(self) -> None:
         """Request an answer, print it as it arrives, and add it to the conversation.
 
-        After Ctrl-C or an error, the part that has arrived stays in the conversation. Only the error is raised.
+        After Ctrl-C or an error, the part that has arrived stays in the conversation. The error is then raised.
         """
         body = {"model": self.model, "messages": self._all_messages(), **self.settings.sampling()}
         text, started, first = "", time.monotonic(), None

@@ -27,7 +27,7 @@ _MAX_LABEL_LENGTH = 10  # characters of a label in the picture
 
 
 def main(settings: InspectAttentionSettings) -> int:
-    """Run `kvasir inspect attention`: print the largest attention weights of a layer; draw all if `--out` is given."""
+    """Run `kvasir inspect attention`: print a layer's largest attention weights; draw all with `--out`."""
     if settings.out is not None and importlib.util.find_spec("matplotlib") is None:
         raise SettingsError("--out needs matplotlib, which is not installed; run `pip install matplotlib`")
     manifest = read_manifest(settings.checkpoint)

@@ -92,10 +92,10 @@ class ChatSettings(CommandSettings):
     def with_sampling(self, name: str, value: str) -> Self:
         """Return a copy of the settings with the value of one field in `sampling_names`; the value `none` unsets it.
 
-        Raises SettingsError for another name, or for a value that is out of bounds.
+        Raises SettingsError for any other name, or for a value that is out of bounds.
         """
         if name not in (names := self.sampling_names()):
-            raise SettingsError(f"there is no setting {name!r}; choose one of {', '.join(names)}")
+            raise SettingsError(f"/set has no parameter {name!r}; choose one of {', '.join(names)}")
         try:
             return type(self)(**self.model_dump() | {name: None if value == "none" else value})
         except ValidationError as error:

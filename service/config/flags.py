@@ -168,7 +168,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _help_texts(kind: type[CommandSettings]) -> dict[str, str]:
-    """Return the help text of each settings field: its docstring, parsed from source code, slow and only for --help."""
+    """Return the help text of each settings field: its docstring. Slow (parses source code), so only for --help."""
     texts = {}
     for owner in kind.__mro__[: kind.__mro__.index(CommandSettings)]:
         (tree,) = ast.parse(inspect.getsource(owner)).body

@@ -536,7 +536,7 @@ def find_default_checkpoint() -> Path | None:
 def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> Iterable[str]:
     """Return a line of text per setting: its name and effective value, for the listing printed at start-up.
 
-    found: values by name. The name of a setting replaces its value, such as "auto". Any other name adds a line.
+    found: values by name. Under the name of a setting, the value replaces "auto". Any other name adds a line.
     """
     values = effective_settings(settings, found)
     width = max(map(len, values))

@@ -128,7 +128,7 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
-        """Accept a submission: it replaces an older attempt of its uid, and is ignored if its attempt is not newer.
+        """Accept a submission. It replaces an older attempt of its uid; beside an equal or newer attempt it is ignored.
 
         An invalid submission raises no exception: an event of a later step reports its error.
         """

@@ -222,7 +222,7 @@ class Metrics:
         self._metric("api_tasks").set(num_tasks)
 
     def observe_adapters(self, *, running: Iterable[str], waiting: Iterable[str], num_loaded: int, now: float) -> None:
-        """Set the gauge of LoRA adapters to `now`, with these adapter names and number of loaded adapters as labels."""
+        """Set the gauge of LoRA adapters to the time `now`. Labels: adapter names, and number of loaded adapters."""
         self._clear("lora_requests_info")  # labels of the last scrape
         self._metric("lora_requests_info", ",".join(running), ",".join(waiting), str(num_loaded)).set(now)
 

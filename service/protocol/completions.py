@@ -148,7 +148,7 @@ class GenerationRequest(RequestModel):
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
-        """Output format that completions must follow; None: any text. Raises InvalidRequest for two, or a bad one."""
+        """Output format of completions; None: any text. Raises InvalidRequest for two formats, or an invalid one."""
         wanted = None if self.response_format is None else self.response_format.constraint()
         given = sorted(GUIDED.keys() & self.__pydantic_fields_set__)
         guided = {name: value for name in given if (value := getattr(self, name)) is not None}

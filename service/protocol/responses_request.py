@@ -104,7 +104,7 @@ class InputMessage(RequestModel):
     phase: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
-        """Return the item in the form of `GET /v1/responses/{id}/input_items`, without an id."""
+        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
         part: dict[str, Any] = {"type": "input_text"}
         if self.role == "assistant":
             part = {"type": "output_text", "annotations": []}
@@ -126,7 +126,7 @@ class InputFunctionCall(RequestModel):
     caller: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
-        """Return the item in the form of `GET /v1/responses/{id}/input_items`, without an id."""
+        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
         fields = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
         return {"type": self.type, **fields, "status": self.status or "completed"}
 
@@ -144,7 +144,7 @@ class InputFunctionOutput(RequestModel):
     caller: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
-        """Return the item in the form of `GET /v1/responses/{id}/input_items`, without an id."""
+        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
         status = self.status or "completed"
         return {"type": self.type, "call_id": self.call_id, "output": text_of(self.output), "status": status}
 
@@ -167,7 +167,7 @@ class InputReasoning(RequestModel):
     status: Status | None = None
 
     def stored(self) -> dict[str, Any]:
-        """Return the item in the form of `GET /v1/responses/{id}/input_items`, without an id."""
+        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
         return {"summary": [], **self.model_dump(exclude_none=True, exclude={"id"})}
 
 
@@ -186,7 +186,7 @@ _STORED_ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[_Item])
 
 
 def read_items(stored: list[dict[str, Any]]) -> list[InputItem]:
-    """Return stored input and output items, given as JSON objects, in the form of the request field `input`."""
+    """Parse stored input and output items (JSON objects), as if a request had sent them in its field `input`."""
     return _STORED_ITEMS.validate_python(stored)
 
 

@@ -132,7 +132,7 @@ class EngineClient:
                 send()
 
     def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Let later requests use an adapter, and make the worker load it, unless another name has loaded it."""
+        """Let later requests use an adapter. Make the worker load it, unless it is loaded under another name."""
         self._send_any(self.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> None:

@@ -54,7 +54,7 @@ class Choice:
 
     @property
     def num_counted_tokens(self) -> int:
-        """Number of tokens that admission counts: prompt plus max_tokens; if unset, prompt plus at most 1,024."""
+        """Number of tokens that admission counts: prompt plus max_tokens, which counts 1,024 at most if unset."""
         max_tokens = self.submit.params.max_tokens
         counted = max_tokens if self.has_requested_length else min(max_tokens, DEFAULT_COUNTED_TOKENS)
         return self.num_prompt_tokens + counted

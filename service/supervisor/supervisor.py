@@ -181,7 +181,7 @@ class Supervisor:
             self._fail(f"no worker can be started to replace the dead worker: {error}; stopping the service")
 
     def _wants_standby(self) -> bool:
-        """Return True if --standby is set, a standby fits into memory, and fewer than 3 died or failed to start."""
+        """Return True if --standby is set, a standby fits into memory, and under 3 standbys died or never started."""
         has_memory = bool(self._lifecycle.has_standby_memory.value)
         return self._settings.standby and has_memory and self._num_standby_deaths < _MAX_STANDBY_DEATHS
 

@@ -131,7 +131,7 @@ class WorkerProcess:
                 self._exitcode = -signal.SIGKILL
 
     def _wait(self, options: int) -> None:
-        """Wait for the process to end (not with WNOHANG), and set the exit code. `close` frees the process id."""
+        """Wait for the process to end (WNOHANG: only check), and set the exit code. `close` frees the process id."""
         assert self._pid is not None
         ended = os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT | options)
         if ended is not None:

@@ -212,7 +212,7 @@ class RequestLog:
     decode: Callable[[Sequence[int]], str] | None = None
 
     def write(self, record: RequestRecord) -> None:
-        """Write the log line of a request, of a probe at level DEBUG. Fields that do not apply are left out."""
+        """Write a request's log line, at level DEBUG if it is a probe. Fields that do not apply are left out."""
         level = logging.DEBUG if record.is_probe else logging.INFO
         if logger.isEnabledFor(level):
             fields = {name: value for name, value in self._fields(record).items() if value is not None}

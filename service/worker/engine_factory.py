@@ -468,9 +468,10 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
 
 
 def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
-    """Return the entry "matrices" of `EngineFacts.reasons`: the parts of int4, or the checkpoint's quantization, or {}.
+    """Return a note on the format of the matrices as the entry "matrices" of `EngineFacts.reasons`; {} without a note.
 
-    The entry names the checkpoint's quantization, after "dequantized from" if int4 or int8 is served as floats.
+    The note is the checkpoint's quantization, after "dequantized from" if its int4 or int8 is served as floats. Of a
+    checkpoint that is not quantized, only int4 has a note.
     """
     if (stored := manifest.quantization) is None:
         return {"matrices": INT4_TEXT} if matrices == "int4" else {}

@@ -92,7 +92,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], str]] = {
     "more experts than are possible": (
         "olmoe",
         {"num_experts": MAX_EXPERTS},
-        "the model has 1,600,000 experts, but at most 100,000 are supported",
+        "1,600,000 experts, but at most 100,000 are supported; use a smaller model",
     ),
     "layers that the model lacks": (
         "qwen3_moe",

@@ -409,7 +409,7 @@ NUMBERS: dict[str, tuple[str, Damage, str]] = {
     "shape": (
         "packed 32",
         lambda t: t[f"{MLP}.weight_shape"].fill_(7),
-        "weight_shape holds another shape than that of its matrix, (128, 256)",
+        "weight_shape contradicts the shape of its matrix, (128, 256)",
     ),
 }
 

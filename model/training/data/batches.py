@@ -26,7 +26,7 @@ Ids = NDArray[np.uint16]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizedSource:
-    """Token ids of all documents of a source, concatenated. Each document begins with BOS and ends with another BOS.
+    """Token ids of all documents of a source, concatenated. Each document begins with BOS and ends with a second BOS.
 
     starts: offset of each document in `token_ids`, and the end of the last one. trained: loss mask, True for each token
     to predict. repeats: occurrences of each document in an epoch of the mixture.

@@ -108,7 +108,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestStep:
-    """Largest step that an engine may run, in tokens, and block size and dtype of the KV-cache that it uses."""
+    """Sizes of the largest step that an engine may run, in tokens, and block size and dtype of its KV-cache."""
 
     block_size: int
     num_tokens: int

@@ -62,7 +62,7 @@ class Grammars:
     def hold(self, submit: Submit) -> bool:
         """Hold a submission until its grammar is compiled, and return True; False if the submission need not wait.
 
-        A submission is dropped, also with True, if a newer or equal attempt of its uid is held already.
+        If an equal or newer attempt of its uid is held already, drop the submission, and return True.
         """
         assert submit.grammar is not None
         held = self._held.get(submit.uid)

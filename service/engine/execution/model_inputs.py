@@ -24,7 +24,7 @@ from service.engine.scheduling.step_plan import Chunk, StepPlan
 
 
 class ModelInputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Inputs of one forward pass and its sampling: a token for each of the first `len(params)` rows of the logits."""
+    """Inputs of one forward pass, and of sampling one token from each of the first `len(params)` rows of logits."""
 
     token_ids_T: Tensor  # packed token ids; 0 for the tokens of `previous_rows`
     metadata: AttentionMetadata

@@ -159,7 +159,7 @@ class ModelRunner:
             return self._run(inputs, None)
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
-        """Run the model, unless `decoded` has the result of native kernels for a decode step, and sample."""
+        """Run the model and sample. `decoded`: native kernels' result of a decode step, which replaces the run."""
         if decoded is None:
             likely = None
             x_TE, logits_RV = self._compute(inputs)

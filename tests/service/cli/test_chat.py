@@ -108,7 +108,7 @@ def test_set_changes_sampling_and_rejects_bad_values(chat: Chat, server: StubSer
     assert "max_tokens 1, temperature 0.3\n" in log
     errors = [line for line in log.splitlines() if line.startswith("kvasir chat: ")]
     assert errors[0].startswith("kvasir chat: temperature: must be less than or equal to 2")
-    assert errors[1].startswith("kvasir chat: there is no setting 'heat'; choose one of max_tokens, temperature")
+    assert errors[1].startswith("kvasir chat: /set has no parameter 'heat'; choose one of max_tokens, temperature")
     assert errors[2].startswith("kvasir chat: /set needs a value")
     assert len(errors) == 3
 

@@ -174,7 +174,7 @@ class ConfigReader:
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """Return the item of `choices` that the value of a key names, `default` if absent; reject another name."""
+        """Return the item of `choices` that the value of a key names, `default` if absent; reject any other name."""
         value = self._unread.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
