@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import sys
@@ -34,6 +35,7 @@ from service.worker.memory_plan import ServerNeeds
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
+    from service.worker.cache_event_publisher import CacheEventPublisher
     from service.worker.engine_factory import EngineFacts
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ _MESSAGE_SECONDS = 0.0005
 _MAX_DESCRIPTORS = 4
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"
+# Imported only where it is used, since it needs pyzmq.
+_PUBLISHER = "service.worker.cache_event_publisher:CacheEventPublisher"
 # Nice value of the standby's importing thread: the lowest priority, so that serving processes get the CPU first.
 _NICENESS = 19
 
@@ -198,9 +202,8 @@ class Worker:
         settings = self.settings
         assert settings.kv_events_endpoint is not None
         try:
-            from service.worker.cache_event_publisher import CacheEventPublisher
-
-            publisher = CacheEventPublisher(
+            create: type[CacheEventPublisher] = pkgutil.resolve_name(_PUBLISHER)
+            publisher = create(
                 settings.kv_events_endpoint,
                 replay_endpoint=settings.kv_events_replay_endpoint,
                 topic=settings.kv_events_topic,

@@ -33,7 +33,7 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class BlockPool:
     """Pool of the KV blocks 0 to num_blocks - 1, with the prefix cache.
 
-    log: gets the hashes of the blocks that leave the prefix cache; None: nobody reads them.
+    log: gets the hashes of the blocks that leave the prefix cache; None: there is no log.
     """
 
     def __init__(self, num_blocks: int) -> None:
