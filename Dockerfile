@@ -16,7 +16,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt ./
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
     extras = project['optional-dependencies']; \
-    lists = {'service': project['dependencies'] + extras['traces'], 'loadtest': extras['loadtest']}; \
+    lists = {'service': project['dependencies'] + extras['traces'] + extras['kv-events'], 'loadtest': extras['loadtest']}; \
     [open(name + '.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]"
 
 FROM base AS build-loadtest

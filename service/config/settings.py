@@ -199,6 +199,14 @@ class ServeSettings(ModelSettings):
     """collector of OpenTelemetry traces, over HTTP, such as http://127.0.0.1:4318; OTEL_EXPORTER_OTLP_ENDPOINT sets it
     too (default: no traces)"""
 
+    kv_events_endpoint: str | None = option("operation", None, metavar="ADDRESS", min_length=1)
+    """ZeroMQ address, such as tcp://*:5557, at which changes of the prefix cache are published in vLLM's format, for
+    routers that send a request to the replica with the longest cached prefix (default: none)"""
+    kv_events_replay_endpoint: str | None = option("operation", None, metavar="ADDRESS", min_length=1)
+    """ZeroMQ address at which a router asks for changes that it has missed, such as tcp://*:5558 (default: none)"""
+    kv_events_topic: str = option("operation", "", metavar="TOPIC")
+    """topic of the published changes; llm-d expects kv@POD_ADDRESS@MODEL"""
+
     @field_validator("host", mode="before")
     @classmethod
     def _resolve_localhost(cls, value: Any) -> Any:

@@ -23,6 +23,7 @@ from service.engine.execution.grammar_masks import Grammars
 from service.engine.execution.model_inputs import InputBuilder, ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.engine.output_processor import SequenceOutput, create_delta
+from service.engine.scheduling.cache_events import CacheLog
 from service.engine.scheduling.scheduler import EngineConfig, Scheduler, SequenceUpdate
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
@@ -126,6 +127,10 @@ class Engine:
         while self.has_work:
             self.step()
         self._scheduler.reset_prefix_cache()
+
+    def log_prefix_cache(self) -> CacheLog:
+        """Begin to record the changes of the prefix cache, and return the record."""
+        return self._scheduler.log_prefix_cache()
 
     def submit(self, submit: Submit) -> None:
         """Accept a submission. It replaces an older attempt of its uid; beside an equal or newer attempt it is ignored.

@@ -46,6 +46,7 @@ class EngineLoop:
         send: sends events to the API process, in order.
         send_now: sends events like `send`, and returns only when the events have left this process.
         beat: records a heartbeat; called in every iteration, and every second of a wait.
+        after_step: called after every engine step.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class EngineLoop:
         send: Send,
         send_now: Send,
         beat: Callable[[], None],
+        after_step: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._engine = engine
@@ -63,6 +65,7 @@ class EngineLoop:
         self._send = send
         self._send_now = send_now
         self._beat = beat
+        self._after_step = after_step
         self._queries: dict[str, AttentionQuery] = {}  # by uid, in order of arrival
         self._clock = clock
         self._next_query_seconds = -math.inf  # earliest time of the next query while sequences run
@@ -124,6 +127,7 @@ class EngineLoop:
             events.append(RunningLimitChanged(max_num_running=self._max_num_running))
         events.append(result.stats)
         self._send(events)
+        self._after_step()
 
     def _handle(self, commands: Iterable[Command]) -> None:
         for command in commands:

@@ -9,12 +9,13 @@ import logging
 import multiprocessing
 import os
 import pickle
+import pkgutil
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from service.worker.memory_plan import ServerNeeds
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
+    from service.worker.cache_event_publisher import CacheEventPublisher
     from service.worker.engine_factory import EngineFacts
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,8 @@ _MESSAGE_SECONDS = 0.0005
 _MAX_DESCRIPTORS = 4
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"
+# Imported only where it is used, since it needs pyzmq.
+_PUBLISHER = "service.worker.cache_event_publisher:CacheEventPublisher"
 # Nice value of the standby's importing thread: the lowest priority, so that serving processes get the CPU first.
 _NICENESS = 19
 
@@ -178,6 +182,7 @@ class Worker:
         log_setup.configure(self.settings.log_level, self.settings.log_format)
         started_seconds = self.lifecycle.epoch_seconds.value
         engine, facts = self._build_or_exit()
+        after_step = self._publish_cache_events(engine) if self.settings.kv_events_endpoint else lambda: None
         ready = WorkerReady(
             epoch=self.lifecycle.epoch.value,
             device=facts.device,
@@ -190,7 +195,28 @@ class Worker:
             startup_seconds=time.monotonic() - started_seconds,
         )
         logger.info("worker ready after %.1f s: %s", ready.startup_seconds, facts)
-        self._serve(engine, ready)
+        self._serve(engine, ready, after_step)
+
+    def _publish_cache_events(self, engine: "Engine") -> Callable[[], None]:
+        """Begin to publish the changes of the prefix cache. Return the function that publishes those of a step."""
+        settings = self.settings
+        assert settings.kv_events_endpoint is not None
+        try:
+            create: type[CacheEventPublisher] = pkgutil.resolve_name(_PUBLISHER)
+            publisher = create(
+                settings.kv_events_endpoint,
+                replay_endpoint=settings.kv_events_replay_endpoint,
+                topic=settings.kv_events_topic,
+            )
+        except ImportError:
+            install = "--kv-events-endpoint needs pyzmq, which is not installed; run pip install 'kvasir[kv-events]'"
+            _end_start(SettingsError(install), is_memory=False)
+        except OSError as error:
+            _end_start(SettingsError(str(error)), is_memory=False)
+        log = engine.log_prefix_cache()
+        log.clear()  # what an earlier worker has published is lost
+        publisher.publish(log.take())
+        return lambda: publisher.publish(log.take())
 
     def _build_or_exit(self) -> "tuple[Engine, EngineFacts]":
         """Build the engine, or print the reason of a failure in one line and end the process."""
@@ -232,7 +258,7 @@ class Worker:
         trim_heap()  # frees 126 MB with a model of 1.2 GB: mostly parsed JSON of the tokenizer
         return engine, facts
 
-    def _serve(self, engine: "Engine", ready: WorkerReady) -> NoReturn:
+    def _serve(self, engine: "Engine", ready: WorkerReady, after_step: Callable[[], None]) -> NoReturn:
         outbox: SimpleQueue[list[Event]] = SimpleQueue()
         threading.Thread(target=_carry, args=(outbox, self._channel), name="carrier", daemon=True).start()
         _send(self._channel, [ready])
@@ -254,6 +280,7 @@ class Worker:
             send=outbox.put,
             send_now=lambda events: _send(self._channel, events),
             beat=beat,
+            after_step=after_step,
         )
         gc.collect()
         gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream

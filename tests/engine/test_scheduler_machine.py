@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from service.engine.engine import StepResult
+from service.engine.scheduling.cache_events import AllBlocksCleared, BlockRemoved, BlockStored, external_hash
 from service.ipc.messages import Finish, FinishReason, Submit
 from tests.engine.fakes import CONTEXT, EOS, expected_tokens, make_engine, make_submit
 
@@ -37,6 +38,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.sampled: dict[str, list[int]] = {}
         self.waited: dict[str, int] = {}
         self.count = 0
+        self.cache_log = self.engine.log_prefix_cache()
+        self.routed: set[int] = set()  # hashes of cached blocks, as a router knows them from the events
 
     @rule(
         prompt=st.one_of(
@@ -134,6 +137,25 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def whole(self) -> None:
         self.engine.check_integrity()
+
+    @invariant()
+    def routers_know_the_prefix_cache(self) -> None:
+        for event in self.cache_log.take():
+            match event:
+                case BlockStored():
+                    assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                    self.routed.update(event.block_hashes)
+                case BlockRemoved():
+                    self.routed.difference_update(event.block_hashes)
+                case AllBlocksCleared():
+                    self.routed.clear()
+        scheduler = self.engine._scheduler
+        cached = {external_hash(content) for content in scheduler._pool._hash_of_block.values()}
+        assert self.routed <= cached
+        for sequence in scheduler._running:
+            hashes = sequence.full_block_hashes(sequence.num_registered_blocks, scheduler._config.block_size)
+            public = {external_hash(content) for content in hashes} if sequence.has_public_prefix else set()
+            assert public & cached <= self.routed
 
     def teardown(self) -> None:
         for _ in range(40 * (1 + self.count)):

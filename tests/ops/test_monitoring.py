@@ -63,7 +63,7 @@ def _recorded(rule: dict[str, Any], known: dict[str, list[dict[str, str]]]) -> l
     ]
 
 
-@pytest.mark.parametrize("module", ["monitoring.dashboard", "monitoring.metrics_page"])
+@pytest.mark.parametrize("module", ["monitoring.dashboard", "monitoring.metrics_page", "monitoring.prometheus_rule"])
 def test_generated_files_are_current(module: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", module, "--check"], cwd=ROOT, capture_output=True, text=True, timeout=250

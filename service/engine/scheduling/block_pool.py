@@ -10,6 +10,8 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from service.engine.scheduling.cache_events import CacheLog
+
 
 def root_hash(salt: str, namespace: str = "", adapter: str = "") -> bytes:
     """Return the parent hash of a sequence's first block: 16 bytes, or empty without salt, namespace and adapter.
@@ -29,10 +31,14 @@ def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 class BlockPool:
-    """Pool of the KV blocks 0 to num_blocks - 1, with the prefix cache."""
+    """Pool of the KV blocks 0 to num_blocks - 1, with the prefix cache.
+
+    log: gets the hashes of the blocks that leave the prefix cache; None: there is no log.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.log: CacheLog | None = None
         self._reference_counts = [0] * num_blocks
         self._free = OrderedDict.fromkeys(range(num_blocks))  # the next block to allocate comes first
         self._block_of_hash: dict[bytes, int] = {}
@@ -87,24 +93,29 @@ class BlockPool:
                 if block not in self._hash_of_block:
                     self._free.move_to_end(block, last=False)
 
-    def register(self, block: int, content: bytes) -> None:
-        """Add a full KV block to the prefix cache, unless a block with the same hash is cached already."""
+    def register(self, block: int, content: bytes) -> bool:
+        """Add a full KV block to the prefix cache. Return False if a block with the same hash is cached already."""
         assert self._reference_counts[block] > 0, f"block {block} is registered with reference count 0"
-        if content not in self._block_of_hash and block not in self._hash_of_block:
-            self._block_of_hash[content] = block
-            self._hash_of_block[block] = content
+        if content in self._block_of_hash or block in self._hash_of_block:
+            return False
+        self._block_of_hash[content] = block
+        self._hash_of_block[block] = content
+        return True
 
     def forget(self) -> None:
         """Clear the prefix cache, because the content of the KV blocks may be invalid. Reference counts stay."""
         self._block_of_hash.clear()
         self._hash_of_block.clear()
+        if self.log is not None:
+            self.log.clear()
 
     def discard(self, blocks: Iterable[int]) -> None:
         """Remove these KV blocks from the prefix cache. Reference counts stay unchanged."""
-        for block in blocks:
-            known = self._hash_of_block.pop(block, None)
-            if known is not None:
-                del self._block_of_hash[known]
+        removed = [known for block in blocks if (known := self._hash_of_block.pop(block, None)) is not None]
+        for known in removed:
+            del self._block_of_hash[known]
+        if removed and self.log is not None:
+            self.log.remove(removed)
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Assert that reference counts match the block tables of all sequences, and that the two hash maps agree."""

@@ -22,6 +22,7 @@ from typing import Literal
 import msgspec
 
 from service.engine.scheduling.block_pool import BlockPool
+from service.engine.scheduling.cache_events import CacheLog
 from service.engine.scheduling.fair_queue import FairQueue
 from service.engine.scheduling.latency_limits import PrefillBudget, RunningLimit
 from service.engine.scheduling.sequence import SequenceState, SequenceStatus, by_rank
@@ -347,6 +348,11 @@ class Scheduler:
             return
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
+    def log_prefix_cache(self) -> CacheLog:
+        """Begin to record the changes of the prefix cache, and return the record."""
+        self._pool.log = log = CacheLog()
+        return log
+
     def reset_prefix_cache(self) -> None:
         """Clear the prefix cache and the estimates of step durations. Required after a failed step."""
         self._pool.forget()
@@ -494,8 +500,11 @@ class Scheduler:
         if num_full <= sequence.num_registered_blocks or not self._config.enable_prefix_cache:
             return
         hashes = sequence.full_block_hashes(num_full, self._config.block_size)
-        for index in range(sequence.num_registered_blocks, num_full):
-            self._pool.register(sequence.block_table[index], hashes[index])
+        first, size = sequence.num_registered_blocks, self._config.block_size
+        num_new = sum(self._pool.register(sequence.block_table[i], hashes[i]) for i in range(first, num_full))
+        if num_new and self._pool.log is not None and sequence.has_public_prefix:
+            parent = hashes[first - 1] if first else None
+            self._pool.log.store(hashes[first:], parent, sequence.token_ids[first * size : num_full * size])
         sequence.num_registered_blocks = num_full
 
     def _retire(self, uid: str) -> None:

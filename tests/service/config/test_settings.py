@@ -75,6 +75,8 @@ def test_every_flag_sets_its_field() -> None:
         *("--no-standby", "--hang-seconds", "9.5", "--quantize", "int8", "--cache-dir", "k/c"),
         *("--no-cuda-graphs", "--no-lookahead", "--gpu-memory-share", "0.5"),
         *("--log-format", "json", "--log-prompts", "--otlp-endpoint", "http://127.0.0.1:4318"),
+        *("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://*:5558"),
+        *("--kv-events-topic", "kv@here"),
         *("--strict-config", "--lora", "mine=adapter", "--lora-dir", "tests"),
     )
     assert settings.model_dump() == {
@@ -139,6 +141,9 @@ def test_every_flag_sets_its_field() -> None:
         "log_format": "json",
         "log_prompts": True,
         "otlp_endpoint": "http://127.0.0.1:4318",
+        "kv_events_endpoint": "tcp://*:5557",
+        "kv_events_replay_endpoint": "tcp://*:5558",
+        "kv_events_topic": "kv@here",
     }
 
 

@@ -1,0 +1,156 @@
+"""Publication of the prefix cache's changes: format, order, repetition, and a server whose worker dies."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from service.engine.scheduling.block_pool import block_hash
+from service.engine.scheduling.cache_events import CacheLog, external_hash
+from service.worker.cache_event_publisher import CacheEventPublisher
+from tests.e2e.process import Service, serving, wait_until
+
+BLOCK = 16
+
+
+def free_address() -> str:
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{found.getsockname()[1]}"
+
+
+class Router:
+    """Subscriber of one replica's events, which knows the cached blocks."""
+
+    def __init__(self, endpoint: str, topic: str = "") -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+        self._socket.connect(endpoint)
+        self.topics: set[str] = set()
+        self.numbers: list[int] = []
+        self.blocks: dict[int, list[int]] = {}  # tokens by hash
+
+    def read(self, timeout_ms: int) -> bool:
+        """Apply the next batch. Return False if none comes in time."""
+        if not self._socket.poll(timeout_ms):
+            return False
+        topic, number, payload = self._socket.recv_multipart()
+        self.topics.add(topic.decode())
+        self.numbers.append(int.from_bytes(number, "big"))
+        self.apply(payload)
+        return True
+
+    def apply(self, payload: bytes) -> None:
+        seconds, events, rank = msgspec.msgpack.decode(payload)
+        assert seconds > 1.7e9
+        assert rank == 0
+        for kind, *fields in events:
+            match kind:
+                case "BlockStored":
+                    hashes, parent, tokens, size, lora_id, medium, lora_name = fields
+                    assert (lora_id, medium, lora_name, size) == (None, "GPU", None, BLOCK)
+                    assert parent is None or parent in self.blocks
+                    for number, content in enumerate(hashes):
+                        self.blocks[content] = tokens[number * size : (number + 1) * size]
+                case "BlockRemoved":
+                    hashes, medium = fields
+                    assert medium == "GPU"
+                    for content in hashes:
+                        self.blocks.pop(content, None)
+                case "AllBlocksCleared":
+                    self.blocks.clear()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+
+@pytest.fixture
+def router() -> Iterator[tuple[Router, str]]:
+    endpoint = free_address()
+    router = Router(endpoint, "kv@")
+    yield router, endpoint
+    router.close()
+
+
+def chain(tokens: list[int]) -> list[int]:
+    """Return the published hashes of a prompt's full blocks."""
+    parent, hashes = b"", []
+    for first in range(0, len(tokens) - len(tokens) % BLOCK, BLOCK):
+        parent = block_hash(parent, tokens[first : first + BLOCK])
+        hashes.append(external_hash(parent))
+    return hashes
+
+
+def test_missed_batches_are_repeated_on_request(router: tuple[Router, str]) -> None:
+    subscriber, endpoint = router
+    replay = free_address()
+    publisher = CacheEventPublisher(endpoint, replay_endpoint=replay, topic="kv@here@tiny")
+    log = CacheLog()
+    publisher.publish(log.take())  # nothing: no batch
+    for number in range(3):
+        parent = None if number == 0 else bytes([number - 1] * 16)
+        log.store([bytes([number] * 16)], parent, range(BLOCK * number, BLOCK * (number + 1)))
+        publisher.publish(log.take())
+    request: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    request.connect(replay)
+    for bad in ([b"1"], [b"", b"short"], [b"", bytes(8), b"more"]):  # ignored
+        request.send_multipart(bad)
+    request.send_multipart([b"", (1).to_bytes(8, "big")])
+    replies: list[tuple[int, bytes]] = []
+    while not replies or replies[-1][1]:
+        assert request.poll(10_000)
+        empty, position, payload = request.recv_multipart()
+        assert empty == b""
+        replies.append((int.from_bytes(position, "big", signed=True), payload))
+    assert [number for number, _ in replies] == [1, 2, -1]
+    request.close(linger=0)
+    publisher.close()
+    subscriber.blocks[external_hash(bytes(16))] = []
+    for _, payload in replies[:-1]:
+        subscriber.apply(payload)
+    assert list(subscriber.blocks.values()) == [[], list(range(16, 32)), list(range(32, 48))]
+
+
+@pytest.mark.parametrize("flag", ["endpoint", "replay_endpoint"])
+def test_an_address_in_use_is_named(flag: str) -> None:
+    taken: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
+    address = free_address()
+    taken.bind(address)
+    addresses = {"endpoint": free_address(), flag: address}
+    with pytest.raises(
+        OSError, match=f"^--kv-events-{flag.replace('_', '-')} {address}: address already in use; choose"
+    ):
+        CacheEventPublisher(**addresses)
+    taken.close(linger=0)
+
+
+@pytest.mark.slow
+def test_a_router_knows_the_cache_of_a_server_whose_worker_dies(
+    tiny_checkpoint: Path, tmp_path: Path, router: tuple[Router, str]
+) -> None:
+    subscriber, endpoint = router
+    options = ("--kv-events-endpoint", endpoint, "--kv-events-topic", "kv@here@tiny", "--block-size", str(BLOCK))
+    prompts = (list(range(first, first + 2 * BLOCK + 3)) for first in range(100))
+    with serving(tiny_checkpoint, tmp_path, *options) as service:
+        wait_until(lambda: _learns(service, subscriber, next(prompts)), what="events of a prompt")
+        assert not _learns(service, subscriber, prompt := next(prompts), cache_salt="mine")
+        assert _learns(service, subscriber, prompt)
+        before = len(subscriber.blocks)
+        service.worker.kill()
+        wait_until(lambda: _learns(service, subscriber, next(prompts)), what="events of the next worker")
+        assert len(subscriber.blocks) < before
+        assert subscriber.topics == {"kv@here@tiny"}
+        assert 0 in subscriber.numbers[1:], "the numbers of the next worker begin again"
+
+
+def _learns(service: Service, subscriber: Router, prompt: list[int], **fields: str) -> bool:
+    """Complete a prompt that is not cached. Return True if its full blocks are published."""
+    service.complete(prompt, max_tokens=1, **fields)
+    while subscriber.read(500):
+        pass
+    blocks = [subscriber.blocks.get(content) for content in chain(prompt)]
+    return blocks == [prompt[:BLOCK], prompt[BLOCK : 2 * BLOCK]]
