@@ -21,7 +21,7 @@ from model.gpu.quantization import Quantization
 from model.huggingface.quantization_config import PlainEncoding
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
-from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
+from model.native.native_transformer import NativeTransformer, computes, enlarge_pages, library_for, to_native
 from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
 from model.nn.matrix_kinds import GROUPED_INT8_BYTES, INT4_TEXT, QUANTIZED_BYTES, matrix_kind
 from model.nn.transformer import Transformer
@@ -180,6 +180,7 @@ def build_engine(
         looks_ahead=None if settings.lookahead else False,
         read_adapter=partial(read_adapter, manifest=manifest),
     )
+    enlarge_pages(model)  # not earlier: it would slow down what the start still does
     return engine, _facts(
         resolved,
         manifest,
