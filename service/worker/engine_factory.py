@@ -419,7 +419,7 @@ def prepare_matrices(model: Transformer, quantize: str, quantization: Quantizati
     """
     weight = model.token_embedding.weight
     layers = [module for module in model.modules() if isinstance(module, GroupedLinear | Int8Linear)]
-    stored = {"int8" if isinstance(layer, Int8Linear) else f"int{layer.weight.bits}" for layer in layers}
+    stored = {"int8" if isinstance(layer, Int8Linear) else f"int{layer.stored.bits}" for layer in layers}
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
     if quantize == "none" and library_for(model) is not None:
         kind = "packed"
