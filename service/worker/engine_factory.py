@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -162,12 +163,15 @@ def build_engine(
     torch.set_num_threads(resolved.threads)
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
-    loaded = load_model(
-        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
-    )
-    matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
-    fuse_for_gpu(loaded)
-    model = to_native(loaded)
+    with ThreadPoolExecutor(max_workers=1) as pool:  # packing leaves the interpreter to the tokenizer
+        loading = pool.submit(load_tokenizer, manifest.directory)
+        loaded = load_model(
+            manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
+        )
+        matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
+        fuse_for_gpu(loaded)
+        model = to_native(loaded)
+    tokenizer = loading.result()
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
     largest = _largest_step(settings, resolved)
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
@@ -175,7 +179,7 @@ def build_engine(
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
     config = _engine_config(settings, num_blocks, resolved.max_context_length)
     engine = Engine(
-        *(model, load_tokenizer(manifest.directory), config),
+        *(model, tokenizer, config),
         capture=capture,
         looks_ahead=None if settings.lookahead else False,
         read_adapter=partial(read_adapter, manifest=manifest),
