@@ -163,11 +163,11 @@ def build_engine(
     torch.set_num_threads(resolved.threads)
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
+    loaded = load_model(
+        manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
+    )
     with ThreadPoolExecutor(max_workers=1) as pool:  # packing leaves the interpreter to the tokenizer
         loading = pool.submit(load_tokenizer, manifest.directory)
-        loaded = load_model(
-            manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
-        )
         matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
         fuse_for_gpu(loaded)
         model = to_native(loaded)
