@@ -4,6 +4,7 @@ Legend: F outputs, I inputs of a matrix, G groups of 32 inputs, J groups of the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from model.checkpoint.weights import check_finite, opened, part_views, stored_tensor
 from model.config import ModelConfig
-from model.gguf.grouped import read_grouped
+from model.gguf.grouped import map_grouped, read_grouped
 from model.huggingface.families.reading.family import Layout
 from model.huggingface.quantization_config import (
     AwqEncoding,
@@ -24,7 +25,7 @@ from model.huggingface.quantization_config import (
 )
 from model.huggingface.tensor_placement import EncodedTensor, Placement
 from model.io.files import CheckpointError
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, StoredWeight
 
 _MIDDLE = 8  # of the codes 0 to 15
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 outputs
@@ -35,15 +36,9 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
 
     The result is a quantized matrix in groups, or a dense float32 tensor if a part of it is fp8 or not quantized.
     """
-    parts = [DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded]
-    whole = _join(parts)
-    if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
+    whole = _join([DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded])
+    if (rows_F := _stored_rows(place, config)) is None:
         return whole
-    rows_F = torch.empty(place.shape[0], dtype=torch.int64)  # index of the stored row of each model row
-    sizes = [encoded.shape[0] for encoded in place.encoded]
-    stored = torch.arange(place.shape[0]).split(sizes)
-    for view, rows in zip(part_views(rows_F, place.layout, sizes, config), stored, strict=True):
-        view.copy_(rows.view(view.shape))
     if isinstance(whole, Tensor):
         return whole[rows_F]
     return GroupedWeight(
@@ -52,6 +47,34 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
         offset_FG=None if whole.offset_FG is None else whole.offset_FG[rows_F],
         bits=whole.bits,
     )
+
+
+def map_blocks(place: Placement, config: ModelConfig) -> StoredWeight:
+    """Return a quantized matrix of a GGUF file, which stays mapped until it is packed. Raises CheckpointError."""
+    parts = [map_grouped(header) for encoded in place.encoded for header in encoded.tensors.values()]
+    address_F, type_F = torch.cat([part.address_F for part in parts]), torch.cat([part.type_F for part in parts])
+    rows_F = _stored_rows(place, config)
+    return StoredWeight(
+        address_F=address_F if rows_F is None else address_F[rows_F],
+        type_F=type_F if rows_F is None else type_F[rows_F],
+        inputs=parts[0].inputs,
+        bits=max(part.bits for part in parts),
+        has_offsets=any(part.has_offsets for part in parts),
+        read=lambda: cast(GroupedWeight, decode(place, config)),
+        files=[file for part in parts for file in part.files],
+    )
+
+
+def _stored_rows(place: Placement, config: ModelConfig) -> Tensor | None:
+    """Return the index of the stored row of each row of a model tensor; None if the rows are in the same order."""
+    if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
+        return None
+    rows_F = torch.empty(place.shape[0], dtype=torch.int64)
+    sizes = [encoded.shape[0] for encoded in place.encoded]
+    stored = torch.arange(place.shape[0]).split(sizes)
+    for view, rows in zip(part_views(rows_F, place.layout, sizes, config), stored, strict=True):
+        view.copy_(rows.view(view.shape))
+    return rows_F
 
 
 def _join(parts: Sequence[GroupedWeight | Tensor]) -> GroupedWeight | Tensor:

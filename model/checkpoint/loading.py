@@ -11,14 +11,14 @@ from torch.overrides import TorchFunctionMode
 
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
-from model.checkpoint.decoding import decode
+from model.checkpoint.decoding import decode, map_blocks
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
 from model.checkpoint.weights import map_parts, read_weights, remove_shards, write_shards
 from model.config import ModelConfig
 from model.huggingface.quantization_config import GgufEncoding
 from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError, write_json, writing
-from model.nn.grouped_weight import GroupedWeight
+from model.nn.grouped_weight import GroupedWeight, StoredWeight
 from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding, StackedLinear, make_grouped_linear
 from model.nn.transformer import Transformer
 from model.tokenizer.bos_eos import TEMPLATE_FILE
@@ -43,6 +43,7 @@ def load_model(
     Args:
         packed_next: ends of the names of matrices that the caller converts to another format before any other use:
             `MATRICES`, or also `EMBEDDING`. Until then they stay mapped from their files, if `map_parts` allows it.
+            If there are any, so do the quantized matrices of a GGUF file.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
@@ -57,8 +58,11 @@ def load_model(
         if parts := stacked.get(name):
             model.set_submodule(module, StackedLinear(parts, tensors.pop(f"{module}.bias", None)))
             continue
-        weight = decode(placements[name], manifest.config)
-        if isinstance(weight, GroupedWeight) and torch.device(device).type == "cpu":
+        place = placements[name]
+        is_mapped = bool(packed_next) and isinstance(place.encoded[0].encoding, GgufEncoding)
+        weight = (map_blocks if is_mapped else decode)(place, manifest.config)
+        is_on_cpu = torch.device(device).type == "cpu"
+        if isinstance(weight, StoredWeight) or (isinstance(weight, GroupedWeight) and is_on_cpu):
             _set_quantized(model, module, _linear(weight, tensors.pop(f"{module}.bias", None)), dtype)
         else:
             tensors[name] = (weight if isinstance(weight, Tensor) else weight.dense()).to(device, dtype)
@@ -81,8 +85,10 @@ def _is_decoded(place: Placement, device: torch.device | str) -> bool:
     return bool(encodings)
 
 
-def _linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
+def _linear(weight: GroupedWeight | StoredWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
     """Return the layer of a quantized matrix: the faster `Int8Linear` if all groups of an output have one scale."""
+    if isinstance(weight, StoredWeight):
+        return make_grouped_linear(weight, bias_F)
     scale_F = weight.scale_FG[:, 0]
     if weight.bits == 8 and weight.offset_FG is None and bool((weight.scale_FG == scale_F[:, None]).all()):
         return Int8Linear(weight.codes_FI, bias_F, scale_F)

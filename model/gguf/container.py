@@ -4,9 +4,11 @@ A file is the magic bytes, version, number of tensors and of metadata entries, t
 the tensors' bytes, each at a multiple of the alignment. Source: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
+import functools
 import math
 import mmap
 import struct
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +26,7 @@ _MAX_ENTRIES = 2**16
 _MAX_ITEMS = 2**22  # maximum for an array: over ten times the largest published vocabulary
 _MAX_DIMENSIONS = 4
 _DEFAULT_ALIGNMENT = 32
+_MOMENT_NS = 2 * 10**9  # after a change, in which another change may get the same time
 _NUMBERS = {
     **{0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f"},
     **{7: "<?", 10: "<Q", 11: "<q", 12: "<d"},
@@ -41,7 +44,7 @@ class ArraySpan:
     end: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GgufFile:
     """Metadata of a GGUF file, scalars and arrays by key, and the headers of its tensors by name."""
 
@@ -104,12 +107,22 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the metadata and the table of tensors of a GGUF file.
+    """Read the metadata and the table of tensors of a GGUF file, unless the last call has read the same file.
 
     Raises:
         CheckpointError: the file cannot be read, is damaged, or has a tensor type that is not supported.
     """
     check_is_file(path)
+    with reading(path):
+        status = path.stat()
+    stamp = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    read = _read if time.time_ns() - status.st_mtime_ns > _MOMENT_NS else _read.__wrapped__
+    return read(path, stamp)
+
+
+@functools.lru_cache(maxsize=1)
+def _read(path: Path, stamp: tuple[int, ...]) -> GgufFile:
+    """Read a GGUF file. stamp: numbers that identify the file and its last change."""
     with reading(path), path.open("rb") as file:
         if file.read(4) != MAGIC:
             raise CheckpointError(f"{path}: not a GGUF file: its first bytes are not GGUF; copy the file again")

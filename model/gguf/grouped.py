@@ -3,14 +3,16 @@
 Numbers are unchanged, except those of Q6_K: its groups of 16 are rounded to 8 bits in groups of 32.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from model.gguf.block_types import UNPACK, Floats, Unpacked
-from model.gguf.tensor_types import TENSOR_TYPES
+from model.gguf.tensor_types import TENSOR_TYPES, TYPE_IDS
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import TensorHeader
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, StoredWeight
 
 _SLICE = 2**18  # numbers that are unpacked at a time: they stay in the CPU's cache
 _HALF_CODES = 8  # the codes of 4 bits are 0 to 15 in files with offsets, and -8 to 7 in grouped weights
@@ -25,10 +27,10 @@ def read_grouped(header: TensorHeader) -> GroupedWeight:
     """
     outputs, inputs = header.shape
     kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // outputs
-    bits = 4 if header.dtype.startswith("Q4") else 8
+    bits = _bits(header)
     codes_FI = np.empty((outputs, inputs), np.int8)
     scale_FG = np.empty((outputs, inputs // GROUP_SIZE), np.float32)
-    offset_FG = None if header.dtype in ("Q8_0", "Q4_0", "Q5_0", "Q6_K") else np.empty_like(scale_FG)
+    offset_FG = np.empty_like(scale_FG) if _has_offsets(header) else None
     step = max(1, _SLICE // inputs)
     with reading(header.path), header.path.open("rb") as file:
         file.seek(header.begin)
@@ -54,6 +56,34 @@ def read_grouped(header: TensorHeader) -> GroupedWeight:
         offset_FG=None if offset_FG is None else torch.from_numpy(offset_FG),
         bits=bits,
     )
+
+
+def map_grouped(header: TensorHeader) -> StoredWeight:
+    """Return a quantized matrix of a GGUF file as the mapped file. Raises CheckpointError if the file is truncated."""
+    outputs, inputs = header.shape
+    try:
+        with reading(header.path):
+            size = header.end - header.begin
+            blocks = np.memmap(header.path, np.uint8, "r", offset=header.begin, shape=(outputs, size // outputs))
+    except ValueError as error:
+        raise CheckpointError(f"{header.path}: has been truncated; copy the file again") from error
+    return StoredWeight(
+        address_F=blocks.ctypes.data + torch.arange(outputs) * blocks.shape[1],
+        type_F=torch.full((outputs,), TYPE_IDS[header.dtype]),
+        inputs=inputs,
+        bits=_bits(header),
+        has_offsets=_has_offsets(header),
+        read=partial(read_grouped, header),
+        files=[blocks],
+    )
+
+
+def _bits(header: TensorHeader) -> int:
+    return 4 if header.dtype.startswith("Q4") else 8
+
+
+def _has_offsets(header: TensorHeader) -> bool:
+    return header.dtype not in ("Q8_0", "Q4_0", "Q5_0", "Q6_K")
 
 
 def _in_groups_of_32(unpacked: Unpacked) -> Unpacked:

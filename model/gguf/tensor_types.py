@@ -31,3 +31,4 @@ TYPES_BY_ID: Mapping[int, TensorType] = {
     14: TensorType(name="Q6_K", numbers=256, bytes=210),
 }
 TENSOR_TYPES: Mapping[str, TensorType] = {kind.name: kind for kind in TYPES_BY_ID.values()}
+TYPE_IDS: Mapping[str, int] = {kind.name: number for number, kind in TYPES_BY_ID.items()}

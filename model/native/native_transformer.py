@@ -87,23 +87,28 @@ def to_native(model: "Transformer | NativeTransformer") -> "Transformer | Native
     """Convert a model to a `NativeTransformer`, and leave the given model unusable.
 
     If `library_for` finds no kernels for the model, return the model itself, unchanged. While the matrices are packed,
-    at most one of them is in memory twice. A low-priority thread then moves the packed matrices to pages of 2 MiB while
-    the model already serves.
+    at most one of them is in memory twice.
     """
     if isinstance(model, NativeTransformer) or (kernels := library_for(model)) is None:
         return model
     model.requires_grad_(False)
     native = NativeTransformer(model, kernels)
     trim_heap()
+    return native
+
+
+def enlarge_pages(model: "Transformer | NativeTransformer") -> None:
+    """Move a native model's matrices to pages of 2 MiB, in a thread of low priority, while the model already serves."""
+    if not isinstance(model, NativeTransformer):
+        return
 
     def enlarge() -> None:
         with suppress(OSError, AttributeError):  # no thread priorities on this system
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        native.huge_pages.enlarge()
+        model.huge_pages.enlarge()
 
     # Not a daemon thread: at exit, Python ends such a thread in the middle of a call, which can abort the process.
     threading.Thread(target=enlarge, name="large-pages").start()
-    return native
 
 
 class Decoded(NamedTuple):

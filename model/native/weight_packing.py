@@ -14,11 +14,11 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, StoredWeight
 from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
 from model.system.memory_pages import HugePages
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
+_POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _STRIP = 32  # outputs that lie together in a matrix of groups
@@ -26,7 +26,7 @@ _CODE_BYTES = 1024  # of a step of a strip: 32 outputs with a group of 8 bits, o
 # Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
-_SCALE_EXPONENT = 12  # float16 scales and offsets of an output are below 2^12, and the largest is 2^11 or more
+_CODES = 0  # `Blocks` of blocks.h: the weights are int8 codes
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
 
@@ -84,7 +84,7 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP; see `interleaved`.
     """
     if isinstance(module, GroupedLinear):
-        return _pack_groups(module.weight, module.bias_F, kernels, pages, gated=gated)
+        return _pack_groups(module.stored, module.bias_F, kernels, pages, gated=gated)
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
         parts, scale_F, bias_F = [module.weight_FE], module.scale_F, module.bias_F
@@ -109,48 +109,45 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
 
 
 def _pack_groups(
-    weight: GroupedWeight, bias_F: Tensor | None, kernels: KernelLibrary, pages: HugePages, *, gated: bool
+    weight: GroupedWeight | StoredWeight,
+    bias_F: Tensor | None,
+    kernels: KernelLibrary,
+    pages: HugePages,
+    *,
+    gated: bool,
 ) -> Packed:
     """Pack grouped weights for the kernels, in the layout of int4.h or grouped.h."""
-
-    def strips(rows: Tensor, step: int) -> Tensor:  # (strips, steps, outputs, columns of a step)
-        rows = order(functional.pad(rows, (0, -rows.shape[1] % step)))
-        return rows.view(len(rows) // _STRIP, _STRIP, -1, step).transpose(1, 2)
-
     order = interleaved if gated else pad_outputs
-    if weight.bits == 4:
-        int4 = weight.to_int4()
-        scale_F, step = int4.scale_F, 2
-        spreads = [x for x in (int4.multiplier_FG, int4.offset_FG) if x is not None]
+    if isinstance(weight, StoredWeight):
+        inputs, has_offsets = weight.inputs, weight.has_offsets
+        parts = [weight.address_F, weight.type_F, *[torch.zeros_like(weight.address_F)] * 2]
     else:
-        spreads = [x for x in (weight.scale_FG, weight.offset_FG) if x is not None]
-        largest_F = torch.stack([x.abs().amax(dim=1) for x in spreads]).amax(dim=0)
-        exponent_F = (torch.frexp(largest_F).exponent - _SCALE_EXPONENT).clamp_(min=-120)  # 2^120 and 2^-120 are normal
-        scale_F = torch.ldexp(torch.ones_like(largest_F), exponent_F)
-        spreads, step = [torch.ldexp(x, -exponent_F[:, None]).half() for x in spreads], 1
-    # Of a pair of groups, the second group's multiplier and offset come first.
-    parts = [strips(x, step).flip(3).contiguous().view(torch.uint8).flatten(2) for x in spreads]
-    num_strips, steps = parts[0].shape[:2]
-    step_bytes = _CODE_BYTES + sum(part.shape[2] for part in parts)
-    packed = pages.empty((num_strips, steps, step_bytes), torch.uint8)
-    torch.cat(parts, dim=2, out=packed[:, :, _CODE_BYTES:])
-    inputs = weight.codes_FI.shape[1]
-    if weight.bits == 4:
-        rows_F = order(_row_addresses(weight.codes_FI))
-        copy = kernels.function("kvasir_pack_int4", _POINTER, _INT, _INT, _POINTER, _INT, _INT)
-        copy(rows_F.data_ptr(), num_strips, inputs, packed.data_ptr(), step_bytes, torch.get_num_threads())
-    else:
-        codes = strips(weight.codes_FI, GROUP_SIZE).contiguous().view(torch.uint8)
-        codes += 128  # wraps around
-        packed[:, :, :_CODE_BYTES] = codes.unflatten(3, (-1, 4)).transpose(2, 3).flatten(2)
+        inputs, has_offsets = weight.codes_FI.shape[1], weight.offset_FG is not None
+        scale_FG, offset_FG = weight.scale_FG.contiguous(), weight.offset_FG
+        parts = [_row_addresses(x) for x in (weight.codes_FI, scale_FG, scale_FG if offset_FG is None else offset_FG)]
+        parts.insert(1, torch.full_like(parts[0], _CODES))
+        if not has_offsets:
+            parts[-1] = torch.zeros_like(parts[-1])
+    rows_F4 = order(torch.stack(parts, dim=1)).contiguous()  # `StoredRow` of blocks.h
+    num_strips, groups = len(rows_F4) // _STRIP, -(-inputs // GROUP_SIZE)
+    steps, spread_bytes = (-(-groups // 2), (64, 128)) if weight.bits == 4 else (groups, (64, 64))
+    packed = pages.empty((num_strips, steps, _CODE_BYTES + sum(spread_bytes[: 1 + has_offsets])), torch.uint8)
+    scale_F = torch.empty(len(rows_F4))
+    copy = kernels.function(
+        "kvasir_pack_groups", *(_POINTER, _INT, _INT, _INT, _BOOL, _POINTER, _POINTER, _INT), result=_BOOL
+    )
+    pointers, threads = (packed.data_ptr(), scale_F.data_ptr()), torch.get_num_threads()
+    is_finite = copy(rows_F4.data_ptr(), num_strips, inputs, weight.bits, has_offsets, *pointers, threads)
+    if not is_finite and isinstance(weight, StoredWeight):
+        weight.read()  # raises the error with the tensor's name
     return Packed(
         weight=packed,
         bias=None if bias_F is None else order(bias_F),
-        scale=order(scale_F),
+        scale=scale_F,
         shift=None,
         inputs=inputs,
         outputs=num_strips * _STRIP,
-        numbers=_GROUPED_NUMBERS[weight.bits, weight.offset_FG is not None],
+        numbers=_GROUPED_NUMBERS[weight.bits, has_offsets],
     )
 
 

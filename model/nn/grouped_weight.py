@@ -3,7 +3,7 @@
 Legend: F outputs, I inputs of a matrix, G groups of inputs, S inputs of a group, C chunks of outputs.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,24 @@ class GroupedWeight:
             offset_FG=None if self.offset_FG is None else (offset_FG / scale_F[:, None]).nan_to_num_().round_().short(),
             scale_F=scale_F,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredWeight:
+    """Weights in groups as they are stored in mapped files. The native kernels pack them without unpacking them first.
+
+    address_F, type_F: address of each output's weights, and the number of their type, as in blocks.h.
+    read: function that reads and unpacks the weights.
+    files: mapped files behind the addresses.
+    """
+
+    address_F: Tensor
+    type_F: Tensor
+    inputs: int
+    bits: int
+    has_offsets: bool
+    read: Callable[[], GroupedWeight]
+    files: Sequence[object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight, quantize_weight
+from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight, StoredWeight, quantize_weight
 from model.nn.matrix_kinds import matrix_kind
 from model.nn.transformer import Transformer
 
@@ -66,10 +66,15 @@ class GroupedLinear(nn.Module):
     Reference implementation of the native kernel. A group's int8 sum is exact, so results are batch-invariant.
     """
 
-    def __init__(self, weight: GroupedWeight, bias_F: Tensor | None) -> None:
+    def __init__(self, weight: GroupedWeight | StoredWeight, bias_F: Tensor | None) -> None:
         super().__init__()
-        self.weight = weight
+        self.stored = weight
         self.bias_F = None if bias_F is None else bias_F.detach().float()
+
+    @functools.cached_property
+    def weight(self) -> GroupedWeight:
+        """The weights, unpacked at their first use."""
+        return self.stored.read() if isinstance(self.stored, StoredWeight) else self.stored
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
@@ -116,7 +121,7 @@ def _sum_groups(rounded_TE: Tensor, codes_FI: Tensor, scale_FG: Tensor, offset_F
     return sums_TF
 
 
-def make_grouped_linear(weight: GroupedWeight, bias_F: Tensor | None) -> GroupedLinear:
+def make_grouped_linear(weight: GroupedWeight | StoredWeight, bias_F: Tensor | None) -> GroupedLinear:
     """Return a linear layer with this weight: `Int4Linear` for 4 bits, else `GroupedLinear`."""
     return (Int4Linear if weight.bits == 4 else GroupedLinear)(weight, bias_F)
 

@@ -1,5 +1,6 @@
 """Special tokens of a checkpoint, from the JSON files beside a Hugging Face tokenizer or a GGUF file's metadata."""
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,6 +81,7 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
         )
 
 
+@functools.lru_cache(maxsize=1)
 def read_gguf_config(file: GgufFile) -> TokenizerConfig:
     """Return the special tokens, EOS ids and chat template in a GGUF file's metadata. Raises CheckpointError."""
     tokens, types = file.strings("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")

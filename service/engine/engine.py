@@ -118,7 +118,6 @@ class Engine:
         max_tokens: maximum length of the prompt; None: as long as one step and the context length allow.
         """
         assert not self.has_work, "warm-up needs an idle engine"
-        self._grammars.warm_up()
         capacity = self._config.num_blocks * self._config.block_size
         longest = max(1, min(self._config.max_batched_tokens, self._max_context_length - 2, capacity - 2))
         num_tokens = longest if max_tokens is None else min(max_tokens, longest)
@@ -131,6 +130,10 @@ class Engine:
     def log_prefix_cache(self) -> CacheLog:
         """Begin to record the changes of the prefix cache, and return the record."""
         return self._scheduler.log_prefix_cache()
+
+    def prepare_grammars(self) -> None:
+        """Prepare the vocabulary for grammars, so that the first grammar delays no running sequence."""
+        self._grammars.warm_up()
 
     def submit(self, submit: Submit) -> None:
         """Accept a submission. It replaces an older attempt of its uid; beside an equal or newer attempt it is ignored.

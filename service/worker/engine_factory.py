@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from model.gpu.quantization import Quantization
 from model.huggingface.quantization_config import PlainEncoding
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
-from model.native.native_transformer import NativeTransformer, computes, library_for, to_native
+from model.native.native_transformer import NativeTransformer, computes, enlarge_pages, library_for, to_native
 from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
 from model.nn.matrix_kinds import GROUPED_INT8_BYTES, INT4_TEXT, QUANTIZED_BYTES, matrix_kind
 from model.nn.transformer import Transformer
@@ -165,9 +166,12 @@ def build_engine(
     loaded = load_model(
         manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
-    matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
-    fuse_for_gpu(loaded)
-    model = to_native(loaded)
+    with ThreadPoolExecutor(max_workers=1) as pool:  # packing leaves the interpreter to the tokenizer
+        loading = pool.submit(load_tokenizer, manifest.directory)
+        matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
+        fuse_for_gpu(loaded)
+        model = to_native(loaded)
+    tokenizer = loading.result()
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
     largest = _largest_step(settings, resolved)
     profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
@@ -175,11 +179,12 @@ def build_engine(
     num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
     config = _engine_config(settings, num_blocks, resolved.max_context_length)
     engine = Engine(
-        *(model, load_tokenizer(manifest.directory), config),
+        *(model, tokenizer, config),
         capture=capture,
         looks_ahead=None if settings.lookahead else False,
         read_adapter=partial(read_adapter, manifest=manifest),
     )
+    enlarge_pages(model)  # not earlier: it would slow down what the start still does
     return engine, _facts(
         resolved,
         manifest,
@@ -418,7 +423,7 @@ def prepare_matrices(model: Transformer, quantize: str, quantization: Quantizati
     """
     weight = model.token_embedding.weight
     layers = [module for module in model.modules() if isinstance(module, GroupedLinear | Int8Linear)]
-    stored = {"int8" if isinstance(layer, Int8Linear) else f"int{layer.weight.bits}" for layer in layers}
+    stored = {"int8" if isinstance(layer, Int8Linear) else f"int{layer.stored.bits}" for layer in layers}
     kind = _matrix_kind(quantize, weight.device, weight.dtype)
     if quantize == "none" and library_for(model) is not None:
         kind = "packed"

@@ -255,7 +255,6 @@ class Worker:
             lifecycle.num_blocks.value = facts.num_blocks
             lifecycle.has_standby_memory.value = facts.has_standby
         engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
-        trim_heap()  # frees 126 MB with a model of 1.2 GB: mostly parsed JSON of the tokenizer
         return engine, facts
 
     def _serve(self, engine: "Engine", ready: WorkerReady, after_step: Callable[[], None]) -> NoReturn:
@@ -263,6 +262,7 @@ class Worker:
         threading.Thread(target=_carry, args=(outbox, self._channel), name="carrier", daemon=True).start()
         _send(self._channel, [ready])
         self.lifecycle.ready_epoch.value = ready.epoch
+        engine.prepare_grammars()
 
         def receive(timeout_seconds: float) -> list[Command] | None:
             if (message := self._channel.receive(timeout_seconds)) is None:
@@ -283,6 +283,7 @@ class Worker:
             after_step=after_step,
         )
         gc.collect()
+        trim_heap()  # frees 126 MB with a model of 1.2 GB: mostly parsed JSON of the tokenizer
         gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream
         while True:
             engine_loop.run_once()

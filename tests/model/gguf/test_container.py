@@ -1,7 +1,10 @@
 """Container of GGUF files: what the gguf package writes is read, and damaged files are rejected in one line."""
 
 import contextlib
+import os
 import struct
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +36,16 @@ def test_a_file_of_the_gguf_package_is_read(tmp_path: Path) -> None:
     stored = path.read_bytes()[header.begin : header.end]
     assert np.array_equal(np.frombuffer(stored, np.float32).reshape(2, 3), matrix)
     assert found.tensors["b"].dtype == "F16"
+
+
+def test_an_unchanged_file_is_read_once(tmp_path: Path) -> None:
+    """A file that has just been written is read again, since the time of its last change may not tell."""
+    path, now = write_with_package(tmp_path / "m.gguf", {"a.size": 7}, {}), int(time.time())
+    found = []
+    for age_seconds in (0, 0, 90, 90, 80):
+        os.utime(path, (now, now - age_seconds))
+        found.append(read_gguf(path))
+    assert [one is other for one, other in pairwise(found)] == [False, False, True, False]
 
 
 def test_an_empty_file_of_version_2_is_read(tmp_path: Path) -> None:

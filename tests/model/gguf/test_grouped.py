@@ -1,5 +1,6 @@
-"""Grouped weights hold the numbers of a GGUF file's blocks."""
+"""Grouped weights hold the numbers of a GGUF file's blocks, read and unpacked, or packed from the mapped file."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +9,15 @@ import torch
 
 from model.gguf import grouped
 from model.gguf.block_types import dequantize
-from model.gguf.grouped import read_grouped
+from model.gguf.grouped import map_grouped, read_grouped
 from model.gguf.tensor_types import TENSOR_TYPES
 from model.io.files import CheckpointError
 from model.io.safetensors_header import TensorHeader
+from model.native.weight_packing import pack
+from model.nn.linear import make_grouped_linear
+from model.system.memory_pages import HugePages
 from tests.model.gguf.test_block_types import random_blocks
+from tests.model.kernel_libraries import BUILDABLE, library_of
 
 QUANTIZED = [name for name, kind in TENSOR_TYPES.items() if kind.is_quantized]
 BEGIN = 5
@@ -45,11 +50,25 @@ def test_weights_equal_the_dequantized_numbers(tmp_path: Path, name: str, monkey
     assert (weight.offset_FG is None) == (name in ("Q8_0", "Q4_0", "Q5_0", "Q6_K"))
 
 
-def test_a_truncated_matrix_is_rejected(tmp_path: Path) -> None:
+@pytest.mark.parametrize("level", BUILDABLE)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_mapped_matrix_is_packed_as_the_unpacked_one(tmp_path: Path, name: str, level: str) -> None:
+    header, _ = stored(tmp_path / "m.gguf", name, 70, 512)
+    kernels, weights = library_of(level), (read_grouped(header), map_grouped(header))
+    unpacked, mapped = (pack(make_grouped_linear(x, None), kernels, HugePages(), gated=True) for x in weights)
+    assert unpacked.scale is not None
+    assert mapped.scale is not None
+    assert torch.equal(unpacked.weight, mapped.weight)
+    assert torch.equal(unpacked.scale, mapped.scale)
+    assert unpacked.numbers == mapped.numbers
+
+
+@pytest.mark.parametrize("read", [read_grouped, map_grouped])
+def test_a_truncated_matrix_is_rejected(tmp_path: Path, read: Callable[[TensorHeader], object]) -> None:
     header, _ = stored(tmp_path / "m.gguf", "Q4_0", 4, 64)
     header.path.write_bytes(header.path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="has been truncated"):
-        read_grouped(header)
+        read(header)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
@@ -61,3 +80,6 @@ def test_scales_that_are_not_finite_are_rejected(tmp_path: Path, name: str) -> N
     header.path.write_bytes(data)
     with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity"):
         read_grouped(header)
+    for level in BUILDABLE:
+        with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity"):
+            pack(make_grouped_linear(map_grouped(header), None), library_of(level), HugePages())
