@@ -35,8 +35,10 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
 
     The result is a quantized matrix in groups, or a dense float32 tensor if a part of it is fp8 or not quantized.
     """
-    parts = [DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded]
-    whole = _join(parts)
+    if isinstance(place.encoded[0].encoding, GgufEncoding):
+        whole: GroupedWeight | Tensor = read_grouped(place.parts)
+    else:
+        whole = _join([DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded])
     if place.layout in (Layout.AS_IS, Layout.CONCATENATED):
         return whole
     rows_F = torch.empty(place.shape[0], dtype=torch.int64)  # index of the stored row of each model row
@@ -46,12 +48,7 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
         view.copy_(rows.view(view.shape))
     if isinstance(whole, Tensor):
         return whole[rows_F]
-    return GroupedWeight(
-        codes_FI=whole.codes_FI[rows_F],
-        scale_FG=whole.scale_FG[rows_F],
-        offset_FG=None if whole.offset_FG is None else whole.offset_FG[rows_F],
-        bits=whole.bits,
-    )
+    return whole.select(rows_F)
 
 
 def _join(parts: Sequence[GroupedWeight | Tensor]) -> GroupedWeight | Tensor:
@@ -212,11 +209,6 @@ def _quantized(weight_FI: Tensor) -> GroupedWeight:
     return GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=8)
 
 
-def _decode_gguf(encoded: EncodedTensor) -> GroupedWeight:
-    (header,) = encoded.tensors.values()
-    return read_grouped(header)
-
-
 DECODERS: Mapping[type, Callable[[EncodedTensor], GroupedWeight | Tensor]] = {
     PlainEncoding: _decode_plain,
     GptqEncoding: _decode_gptq,
@@ -224,5 +216,4 @@ DECODERS: Mapping[type, Callable[[EncodedTensor], GroupedWeight | Tensor]] = {
     PackedEncoding: _decode_packed,
     Int8Encoding: _decode_int8,
     Fp8Encoding: _decode_fp8,
-    GgufEncoding: _decode_gguf,
 }

@@ -4,6 +4,7 @@ Legend: F outputs, I inputs of a matrix, N panels of 64 outputs, G groups of inp
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight
+from model.nn.grouped_weight import BLOCK_SIZE, GROUP_SIZE, GroupedWeight
 from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
 from model.system.memory_pages import HugePages
 
@@ -25,7 +26,7 @@ _STRIP = 32  # outputs that lie together in a matrix of groups
 _CODE_BYTES = 1024  # of a step of a strip: 32 outputs with a group of 8 bits, or with two groups of 4 bits
 # Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
 NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
+_GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6, (6, False): 7, (6, True): 8}
 _SCALE_EXPONENT = 12  # float16 scales and offsets of an output are below 2^12, and the largest is 2^11 or more
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
@@ -111,13 +112,47 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
 def _pack_groups(
     weight: GroupedWeight, bias_F: Tensor | None, kernels: KernelLibrary, pages: HugePages, *, gated: bool
 ) -> Packed:
-    """Pack grouped weights for the kernels, in the layout of int4.h or grouped.h."""
-
-    def strips(rows: Tensor, step: int) -> Tensor:  # (strips, steps, outputs, columns of a step)
-        rows = order(functional.pad(rows, (0, -rows.shape[1] % step)))
-        return rows.view(len(rows) // _STRIP, _STRIP, -1, step).transpose(1, 2)
-
+    """Pack grouped weights for the kernels, in the layout of int4.h, int6.h or grouped.h."""
     order = interleaved if gated else pad_outputs
+    if weight.bits == 6:
+        scale_F, packed = torch.ones(len(weight.codes_FI)), _int6_strips(weight, order, pages)
+    else:
+        scale_F, packed = _strips_of_groups(weight, order, pages)
+    if weight.bits < 8:
+        rows_F, inputs = order(_row_addresses(weight.codes_FI)), weight.codes_FI.shape[1]
+        copy = kernels.function(f"kvasir_pack_int{weight.bits}", _POINTER, _INT, _INT, _POINTER, _INT, _INT)
+        copy(rows_F.data_ptr(), len(packed), inputs, packed.data_ptr(), packed.shape[2], torch.get_num_threads())
+    return Packed(
+        weight=packed,
+        bias=None if bias_F is None else order(bias_F),
+        scale=order(scale_F),
+        shift=None,
+        inputs=weight.codes_FI.shape[1],
+        outputs=len(packed) * _STRIP,
+        numbers=_GROUPED_NUMBERS[weight.bits, weight.offset_FG is not None],
+    )
+
+
+def _int6_strips(weight: GroupedWeight, order: Callable[[Tensor], Tensor], pages: HugePages) -> Tensor:
+    """Return the strips of int6.h without codes."""
+    columns = weight.factor_FB, weight.scale_FG, weight.offset_FG, weight.offset_factor_FB
+    steps = weight.codes_FI.shape[1] // BLOCK_SIZE
+    parts = [_strips(order(x), x.shape[1] // steps).transpose(2, 3) for x in columns if x is not None]
+    factors, multipliers, *offsets = (_bytes_of(part) for part in parts)
+    start, end = factors.shape[2], factors.shape[2] + multipliers.shape[2] + 6 * _CODE_BYTES
+    packed = pages.empty((*factors.shape[:2], end + sum(part.shape[2] for part in offsets)), torch.uint8)
+    packed[:, :, :start] = factors
+    multipliers = multipliers.unflatten(2, (-1, 2 * _STRIP))  # of a pair of groups: before the pair's codes
+    packed[:, :, start:end].unflatten(2, (multipliers.shape[2], -1))[..., : 2 * _STRIP] = multipliers
+    if offsets:
+        torch.cat(offsets, dim=2, out=packed[:, :, end:])
+    return packed
+
+
+def _strips_of_groups(
+    weight: GroupedWeight, order: Callable[[Tensor], Tensor], pages: HugePages
+) -> tuple[Tensor, Tensor]:
+    """Return the scale of each output, and the strips of grouped.h, or those of int4.h without codes."""
     if weight.bits == 4:
         int4 = weight.to_int4()
         scale_F, step = int4.scale_F, 2
@@ -129,29 +164,25 @@ def _pack_groups(
         scale_F = torch.ldexp(torch.ones_like(largest_F), exponent_F)
         spreads, step = [torch.ldexp(x, -exponent_F[:, None]).half() for x in spreads], 1
     # Of a pair of groups, the second group's multiplier and offset come first.
-    parts = [strips(x, step).flip(3).contiguous().view(torch.uint8).flatten(2) for x in spreads]
-    num_strips, steps = parts[0].shape[:2]
-    step_bytes = _CODE_BYTES + sum(part.shape[2] for part in parts)
-    packed = pages.empty((num_strips, steps, step_bytes), torch.uint8)
+    parts = [_bytes_of(_strips(order(x), step).flip(3)) for x in spreads]
+    packed = pages.empty((*parts[0].shape[:2], _CODE_BYTES + sum(part.shape[2] for part in parts)), torch.uint8)
     torch.cat(parts, dim=2, out=packed[:, :, _CODE_BYTES:])
-    inputs = weight.codes_FI.shape[1]
-    if weight.bits == 4:
-        rows_F = order(_row_addresses(weight.codes_FI))
-        copy = kernels.function("kvasir_pack_int4", _POINTER, _INT, _INT, _POINTER, _INT, _INT)
-        copy(rows_F.data_ptr(), num_strips, inputs, packed.data_ptr(), step_bytes, torch.get_num_threads())
-    else:
-        codes = strips(weight.codes_FI, GROUP_SIZE).contiguous().view(torch.uint8)
+    if weight.bits == 8:
+        codes = _strips(order(weight.codes_FI), GROUP_SIZE).contiguous().view(torch.uint8)
         codes += 128  # wraps around
         packed[:, :, :_CODE_BYTES] = codes.unflatten(3, (-1, 4)).transpose(2, 3).flatten(2)
-    return Packed(
-        weight=packed,
-        bias=None if bias_F is None else order(bias_F),
-        scale=order(scale_F),
-        shift=None,
-        inputs=inputs,
-        outputs=num_strips * _STRIP,
-        numbers=_GROUPED_NUMBERS[weight.bits, weight.offset_FG is not None],
-    )
+    return scale_F, packed
+
+
+def _strips(rows: Tensor, step: int) -> Tensor:
+    """Return a matrix of padded outputs in strips, padded with zeros: (strips, steps, outputs, columns of a step)."""
+    rows = functional.pad(rows, (0, -rows.shape[1] % step))
+    return rows.view(len(rows) // _STRIP, _STRIP, -1, step).transpose(1, 2)
+
+
+def _bytes_of(strips: Tensor) -> Tensor:
+    """Return the bytes of each step of each strip: (strips, steps, bytes)."""
+    return strips.contiguous().view(torch.uint8).flatten(2)
 
 
 def interleaved(rows: Tensor) -> Tensor:
