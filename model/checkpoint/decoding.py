@@ -4,7 +4,7 @@ Legend: F outputs, I inputs of a matrix, G groups of 32 inputs, J groups of the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,33 +36,29 @@ def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
 
     The result is a quantized matrix in groups, or a dense float32 tensor if a part of it is fp8 or not quantized.
     """
-    whole = _join([DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded])
+    if isinstance(place.encoded[0].encoding, GgufEncoding):
+        whole: GroupedWeight | Tensor = read_grouped(place.parts)
+    else:
+        whole = _join([DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded])
     if (rows_F := _stored_rows(place, config)) is None:
         return whole
     if isinstance(whole, Tensor):
         return whole[rows_F]
-    return GroupedWeight(
-        codes_FI=whole.codes_FI[rows_F],
-        scale_FG=whole.scale_FG[rows_F],
-        offset_FG=None if whole.offset_FG is None else whole.offset_FG[rows_F],
-        bits=whole.bits,
-    )
+    return whole.select(rows_F)
 
 
 def map_blocks(place: Placement, config: ModelConfig) -> StoredWeight:
     """Return a quantized matrix of a GGUF file, which stays mapped until it is packed. Raises CheckpointError."""
-    parts = [map_grouped(header) for encoded in place.encoded for header in encoded.tensors.values()]
-    address_F, type_F = torch.cat([part.address_F for part in parts]), torch.cat([part.type_F for part in parts])
-    rows_F = _stored_rows(place, config)
-    return StoredWeight(
-        address_F=address_F if rows_F is None else address_F[rows_F],
-        type_F=type_F if rows_F is None else type_F[rows_F],
-        inputs=parts[0].inputs,
-        bits=max(part.bits for part in parts),
-        has_offsets=any(part.has_offsets for part in parts),
-        read=lambda: cast(GroupedWeight, decode(place, config)),
-        files=[file for part in parts for file in part.files],
-    )
+    stored, rows_F = map_grouped(place.parts), _stored_rows(place, config)
+
+    def read() -> GroupedWeight:
+        weight = decode(place, config)
+        assert isinstance(weight, GroupedWeight)
+        return weight
+
+    if rows_F is None:
+        return replace(stored, read=read)
+    return replace(stored, read=read, address_F=stored.address_F[rows_F], type_F=stored.type_F[rows_F])
 
 
 def _stored_rows(place: Placement, config: ModelConfig) -> Tensor | None:
@@ -235,11 +231,6 @@ def _quantized(weight_FI: Tensor) -> GroupedWeight:
     return GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=None, bits=8)
 
 
-def _decode_gguf(encoded: EncodedTensor) -> GroupedWeight:
-    (header,) = encoded.tensors.values()
-    return read_grouped(header)
-
-
 DECODERS: Mapping[type, Callable[[EncodedTensor], GroupedWeight | Tensor]] = {
     PlainEncoding: _decode_plain,
     GptqEncoding: _decode_gptq,
@@ -247,5 +238,4 @@ DECODERS: Mapping[type, Callable[[EncodedTensor], GroupedWeight | Tensor]] = {
     PackedEncoding: _decode_packed,
     Int8Encoding: _decode_int8,
     Fp8Encoding: _decode_fp8,
-    GgufEncoding: _decode_gguf,
 }

@@ -24,6 +24,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.gguf.architectures import read_architecture
 from model.gguf.container import is_gguf, read_gguf
+from model.gguf.tensor_types import TENSOR_TYPES
 from model.huggingface.directory import INDEX_FILE, describe_problem, find_weight_files
 from model.huggingface.families.reading.family import Layout, ModelFamily
 from model.huggingface.family_table import read_family_config
@@ -225,8 +226,9 @@ def _read_gguf_manifest(path: Path) -> Manifest:
     name = given if _is_shown(given) else path.stem if _is_shown(path.stem) else "model"
     files = {path.name: (path.stat().st_size, "")}
     quantized = sorted({header.dtype for header in file.tensors.values()} - {*WEIGHT_DTYPES})
-    bits = {"int4" if name.startswith("Q4") else "int8" for name in quantized}
-    text = f"{' and '.join(sorted(bits))} in groups of 32, from GGUF's {', '.join(quantized)}"
+    bits = sorted({TENSOR_TYPES[name].served_bits for name in quantized})
+    groups = "of 16 and 32" if 6 in bits else "of 32"
+    text = f"{' and '.join(f'int{each}' for each in bits)} in groups {groups}, from GGUF's {', '.join(quantized)}"
     return Manifest(
         directory=path,
         name=name,

@@ -1,7 +1,8 @@
 """Blocks of quantized numbers of GGUF files, unpacked to codes and scales. Torch-free.
 
-Every type of block is w = scale * code + offset, with a scale and an offset per group of 16 or 32 numbers. The numbers
-equal those of llama.cpp's gguf package bit by bit. Source: ggml-common.h and ggml-quants.c of llama.cpp.
+Every type of block is w = scale * code + offset, with a scale and an offset per group of 16 or 32 numbers. In K types
+they are integers, multiplied by factors of the block. The numbers equal those of llama.cpp's gguf package bit by bit.
+Source: ggml-common.h and ggml-quants.c of llama.cpp.
 
 Legend: B blocks, Y bytes of a block, W numbers of a block, G groups of a block.
 """
@@ -21,19 +22,34 @@ _K_SCALE_BYTES = 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unpacked:
-    """Quantized blocks, unpacked: number = scale * code + offset. Without `offset_BG` all offsets are 0."""
+    """Quantized blocks, unpacked: number = scale * code + offset. Without `offset_BG` all offsets are 0.
+
+    factor_B, offset_factor_B: factors of the scales and of the offsets of a block of a K type, which are integers.
+    """
 
     codes_BW: npt.NDArray[np.int8]
     scale_BG: Floats
     offset_BG: Floats | None
+    factor_B: Floats | None = None
+    offset_factor_B: Floats | None = None
+
+    def multiplied(self) -> "Unpacked":
+        """Return the same numbers with scales and offsets that have no factors."""
+        if self.factor_B is None:
+            return self
+        offset_BG = self.offset_BG
+        if offset_BG is not None and self.offset_factor_B is not None:
+            offset_BG = self.offset_factor_B[:, None] * offset_BG
+        return Unpacked(codes_BW=self.codes_BW, scale_BG=self.factor_B[:, None] * self.scale_BG, offset_BG=offset_BG)
 
     def dense(self) -> Floats:
         """Return the numbers in float32, one row for each block."""
-        blocks, groups = self.scale_BG.shape
+        plain = self.multiplied()
+        blocks, groups = plain.scale_BG.shape
         numbers = self.codes_BW.reshape(blocks, groups, -1).astype(np.float32)
-        numbers *= self.scale_BG[:, :, None]
-        if self.offset_BG is not None:
-            numbers += self.offset_BG[:, :, None]
+        numbers *= plain.scale_BG[:, :, None]
+        if plain.offset_BG is not None:
+            numbers += plain.offset_BG[:, :, None]
         return numbers.reshape(blocks, -1)
 
 
@@ -90,8 +106,8 @@ def _unpack_q5_1(raw_BY: Bytes) -> Unpacked:
     return Unpacked(codes_BW=codes_BW, scale_BG=_half(raw_BY[:, :2]), offset_BG=_half(raw_BY[:, 2:4]))
 
 
-def _k_scales(raw_BY: Bytes) -> tuple[Floats, Floats]:
-    """Return the scale and the offset of each group of a Q4_K or Q5_K block, from its first 16 bytes.
+def _with_k_scales(raw_BY: Bytes, codes_BW: Bytes) -> Unpacked:
+    """Return Q4_K or Q5_K blocks, with the scale and the offset of each group from their first 16 bytes.
 
     The 12 bytes after two float16 factors hold eight 6-bit scales and eight 6-bit minima: those of groups 0 to 3 in
     the low bits of bytes 0 to 7, and those of groups 4 to 7 in bytes 8 to 11 and in the high bits of bytes 0 to 7.
@@ -99,7 +115,13 @@ def _k_scales(raw_BY: Bytes) -> tuple[Floats, Floats]:
     low_scale, low_minimum, high = np.split(raw_BY[:, 4 : 4 + _K_SCALE_BYTES], 3, axis=1)
     scales = np.concatenate([low_scale & 63, (high & 15) | (low_scale >> 6 << 4)], axis=1)
     minima = np.concatenate([low_minimum & 63, (high >> 4) | (low_minimum >> 6 << 4)], axis=1)
-    return _half(raw_BY[:, :2]) * scales.astype(np.float32), -(_half(raw_BY[:, 2:4]) * minima.astype(np.float32))
+    return Unpacked(
+        codes_BW=codes_BW.view(np.int8),
+        scale_BG=scales.astype(np.float32),
+        offset_BG=-minima.astype(np.float32),
+        factor_B=_half(raw_BY[:, :2])[:, 0],
+        offset_factor_B=_half(raw_BY[:, 2:4])[:, 0],
+    )
 
 
 def _k_nibbles(raw_BY: Bytes) -> Bytes:
@@ -108,16 +130,14 @@ def _k_nibbles(raw_BY: Bytes) -> Bytes:
 
 
 def _unpack_q4_k(raw_BY: Bytes) -> Unpacked:
-    scale_BG, offset_BG = _k_scales(raw_BY)
-    return Unpacked(codes_BW=_k_nibbles(raw_BY[:, 16:]).view(np.int8), scale_BG=scale_BG, offset_BG=offset_BG)
+    return _with_k_scales(raw_BY, _k_nibbles(raw_BY[:, 16:]))
 
 
 def _unpack_q5_k(raw_BY: Bytes) -> Unpacked:
-    scale_BG, offset_BG = _k_scales(raw_BY)
     # Byte i of the high bits holds bit g of number i in group g.
-    high_BGW = raw_BY[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None] & 1
+    high_BGW = raw_BY[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
     codes_BW = _k_nibbles(raw_BY[:, 48:]) | (high_BGW * np.uint8(16)).reshape(len(raw_BY), -1)
-    return Unpacked(codes_BW=codes_BW.view(np.int8), scale_BG=scale_BG, offset_BG=offset_BG)
+    return _with_k_scales(raw_BY, codes_BW)
 
 
 def _unpack_q6_k(raw_BY: Bytes) -> Unpacked:
@@ -126,8 +146,8 @@ def _unpack_q6_k(raw_BY: Bytes) -> Unpacked:
     packed = np.ascontiguousarray(raw_BY[:, 128:192]).reshape(-1, 1, 32)
     high = (packed >> np.array([0, 2, 4, 6], np.uint8)[None, :, None] & np.uint8(3)).reshape(-1, 128)
     codes_BW = _centered((_nibbles(low) | high * np.uint8(16)).reshape(len(raw_BY), -1), 32)
-    scale_BG = _half(raw_BY[:, 208:]) * np.ascontiguousarray(raw_BY[:, 192:208]).view(np.int8).astype(np.float32)
-    return Unpacked(codes_BW=codes_BW, scale_BG=scale_BG, offset_BG=None)
+    scale_BG = np.ascontiguousarray(raw_BY[:, 192:208]).view(np.int8).astype(np.float32)
+    return Unpacked(codes_BW=codes_BW, scale_BG=scale_BG, offset_BG=None, factor_B=_half(raw_BY[:, 208:])[:, 0])
 
 
 UNPACK: Mapping[str, Callable[[Bytes], Unpacked]] = {

@@ -1,18 +1,23 @@
 """Quantized matrices of a GGUF file as grouped weights.
 
-Numbers are unchanged, except those of Q6_K: its groups of 16 are rounded to 8 bits in groups of 32.
+Numbers are unchanged, except those of Q6_K in one matrix with a type that is not a K type: its groups of 16 are rounded
+to 8 bits in groups of 32.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from model.gguf.block_types import UNPACK, Floats, Unpacked
-from model.gguf.tensor_types import TENSOR_TYPES, TYPE_IDS
+from model.gguf.tensor_types import TENSOR_TYPES, TYPE_IDS, joint_bits
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import TensorHeader
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, StoredWeight
+from model.nn.grouped_weight import BLOCK_SIZE, GROUP_SIZE, SMALL_GROUP_SIZE, GroupedWeight, StoredWeight
 
 _SLICE = 2**18  # numbers that are unpacked at a time: they stay in the CPU's cache
 _HALF_CODES = 8  # the codes of 4 bits are 0 to 15 in files with offsets, and -8 to 7 in grouped weights
@@ -20,17 +25,74 @@ _LARGEST = 127
 _TINY = 1e-30  # keeps a group of zeros from dividing by zero
 
 
-def read_grouped(header: TensorHeader) -> GroupedWeight:
-    """Return a quantized matrix of a GGUF file as grouped weights, read in slices of rows.
+def read_grouped(headers: Sequence[TensorHeader]) -> GroupedWeight:
+    """Return quantized matrices of a GGUF file, one below the other, as one grouped weight, read in slices of rows.
 
-    Raises CheckpointError if the file is truncated, or a scale or an offset is not finite.
+    Raises CheckpointError if the file is truncated, or a scale, an offset or a factor is not finite.
     """
+    bits, has_offset = _format(headers)
+    outputs, inputs = sum(header.shape[0] for header in headers), headers[0].shape[1]
+    number, group = (np.int8, SMALL_GROUP_SIZE) if bits == 6 else (np.float32, GROUP_SIZE)
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "codes_BW": np.empty((outputs, inputs), np.int8),
+        "scale_BG": np.empty((outputs, inputs // group), number),
+    }
+    if has_offset:
+        arrays["offset_BG"] = np.zeros((outputs, inputs // GROUP_SIZE), number)
+    if bits == 6:
+        arrays["factor_B"] = np.empty((outputs, inputs // BLOCK_SIZE), np.float16)
+        if has_offset:
+            arrays["offset_factor_B"] = np.zeros_like(arrays["factor_B"])
+    first = 0
+    for header in headers:
+        _read_rows(header, bits, {name: array[first : first + header.shape[0]] for name, array in arrays.items()})
+        first += header.shape[0]
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return GroupedWeight(
+        codes_FI=tensors["codes_BW"],
+        scale_FG=tensors["scale_BG"],
+        offset_FG=tensors.get("offset_BG"),
+        bits=bits,
+        factor_FB=tensors.get("factor_B"),
+        offset_factor_FB=tensors.get("offset_factor_B"),
+    )
+
+
+def map_grouped(headers: Sequence[TensorHeader]) -> StoredWeight:
+    """Return the weights of `read_grouped` as mapped files. Raises CheckpointError if the file is truncated."""
+    files, addresses, types = [], [], []
+    for header in headers:
+        outputs, size = header.shape[0], header.end - header.begin
+        try:
+            with reading(header.path):
+                blocks = np.memmap(header.path, np.uint8, "r", offset=header.begin, shape=(outputs, size // outputs))
+        except ValueError as error:
+            raise CheckpointError(f"{header.path}: has been truncated; copy the file again") from error
+        files.append(blocks)
+        addresses.append(blocks.ctypes.data + torch.arange(outputs) * blocks.shape[1])
+        types.append(torch.full((outputs,), TYPE_IDS[header.dtype]))
+    bits, has_offsets = _format(headers)
+    return StoredWeight(
+        address_F=torch.cat(addresses),
+        type_F=torch.cat(types),
+        inputs=headers[0].shape[1],
+        bits=bits,
+        has_offsets=has_offsets,
+        read=partial(read_grouped, headers),
+        files=files,
+    )
+
+
+def _format(headers: Sequence[TensorHeader]) -> tuple[int, bool]:
+    """Return the bits of a code, and whether there are offsets, of a matrix with these parts."""
+    names = [header.dtype for header in headers]
+    return joint_bits(names), any(TENSOR_TYPES[name].has_offset for name in names)
+
+
+def _read_rows(header: TensorHeader, bits: int, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Read a matrix into arrays, which have the names of fields of `Unpacked`."""
     outputs, inputs = header.shape
     kind, row_bytes = TENSOR_TYPES[header.dtype], (header.end - header.begin) // outputs
-    bits = _bits(header)
-    codes_FI = np.empty((outputs, inputs), np.int8)
-    scale_FG = np.empty((outputs, inputs // GROUP_SIZE), np.float32)
-    offset_FG = np.empty_like(scale_FG) if _has_offsets(header) else None
     step = max(1, _SLICE // inputs)
     with reading(header.path), header.path.open("rb") as file:
         file.seek(header.begin)
@@ -40,58 +102,28 @@ def read_grouped(header: TensorHeader) -> GroupedWeight:
             if len(data) < (rows.stop - first) * row_bytes:
                 raise CheckpointError(f"{header.path}: has been truncated; copy the file again")
             unpacked = UNPACK[kind.name](np.frombuffer(data, np.uint8).reshape(-1, kind.bytes))
-            if not all(np.isfinite(x).all() for x in (unpacked.scale_BG, unpacked.offset_BG) if x is not None):
+            floats = unpacked.scale_BG, unpacked.offset_BG, unpacked.factor_B, unpacked.offset_factor_B
+            if not all(np.isfinite(x).all() for x in floats if x is not None):
                 raise CheckpointError(f"{header.path}: tensor {header.name} holds NaN or infinity; copy the file again")
-            unpacked = _in_groups_of_32(unpacked)
-            codes_FI[rows] = unpacked.codes_BW.reshape(-1, inputs)
-            scale_FG[rows] = unpacked.scale_BG.reshape(rows.stop - first, -1)
-            if offset_FG is not None and unpacked.offset_BG is not None:
-                offset_FG[rows] = unpacked.offset_BG.reshape(rows.stop - first, -1)
-    if bits == 4 and offset_FG is not None:
-        codes_FI -= np.int8(_HALF_CODES)
-        offset_FG += _HALF_CODES * scale_FG
-    return GroupedWeight(
-        codes_FI=torch.from_numpy(codes_FI),
-        scale_FG=torch.from_numpy(scale_FG),
-        offset_FG=None if offset_FG is None else torch.from_numpy(offset_FG),
-        bits=bits,
-    )
+            unpacked = _convert(unpacked, bits)
+            for name, array in arrays.items():
+                if (part := getattr(unpacked, name)) is not None:
+                    array[rows] = part.reshape(rows.stop - first, -1)
 
 
-def map_grouped(header: TensorHeader) -> StoredWeight:
-    """Return a quantized matrix of a GGUF file as the mapped file. Raises CheckpointError if the file is truncated."""
-    outputs, inputs = header.shape
-    try:
-        with reading(header.path):
-            size = header.end - header.begin
-            blocks = np.memmap(header.path, np.uint8, "r", offset=header.begin, shape=(outputs, size // outputs))
-    except ValueError as error:
-        raise CheckpointError(f"{header.path}: has been truncated; copy the file again") from error
-    return StoredWeight(
-        address_F=blocks.ctypes.data + torch.arange(outputs) * blocks.shape[1],
-        type_F=torch.full((outputs,), TYPE_IDS[header.dtype]),
-        inputs=inputs,
-        bits=_bits(header),
-        has_offsets=_has_offsets(header),
-        read=partial(read_grouped, header),
-        files=[blocks],
-    )
-
-
-def _bits(header: TensorHeader) -> int:
-    return 4 if header.dtype.startswith("Q4") else 8
-
-
-def _has_offsets(header: TensorHeader) -> bool:
-    return header.dtype not in ("Q8_0", "Q4_0", "Q5_0", "Q6_K")
-
-
-def _in_groups_of_32(unpacked: Unpacked) -> Unpacked:
-    """Return blocks with groups of 32: unchanged, or if they have smaller groups (Q6_K), rounded to 8 bits."""
-    blocks, groups = unpacked.scale_BG.shape
-    if unpacked.codes_BW.shape[1] == groups * GROUP_SIZE:
-        return unpacked
-    numbers = unpacked.dense().reshape(blocks, -1, GROUP_SIZE)
-    scale_BG: Floats = np.maximum(np.abs(numbers).max(axis=2), _TINY) / _LARGEST
-    codes = np.rint(numbers / scale_BG[:, :, None]).astype(np.int8)
-    return Unpacked(codes_BW=codes.reshape(blocks, -1), scale_BG=scale_BG, offset_BG=None)
+def _convert(unpacked: Unpacked, bits: int) -> Unpacked:
+    """Return blocks with the codes and the groups of grouped weights of these bits."""
+    groups = unpacked.scale_BG.shape[1]
+    if bits == 6:  # the groups of all types become as small as those of Q6_K
+        times = unpacked.codes_BW.shape[1] // groups // SMALL_GROUP_SIZE
+        return replace(unpacked, scale_BG=unpacked.scale_BG.repeat(times, axis=1))
+    unpacked = unpacked.multiplied()
+    if unpacked.codes_BW.shape[1] < groups * GROUP_SIZE:
+        numbers = unpacked.dense().reshape(len(unpacked.codes_BW), -1, GROUP_SIZE)
+        scale_BG: Floats = np.maximum(np.abs(numbers).max(axis=2), _TINY) / _LARGEST
+        codes = np.rint(numbers / scale_BG[:, :, None]).astype(np.int8)
+        return Unpacked(codes_BW=codes.reshape(len(numbers), -1), scale_BG=scale_BG, offset_BG=None)
+    if bits == 4 and unpacked.offset_BG is not None:
+        codes_BW = unpacked.codes_BW - np.int8(_HALF_CODES)
+        return replace(unpacked, codes_BW=codes_BW, offset_BG=unpacked.offset_BG + _HALF_CODES * unpacked.scale_BG)
+    return unpacked

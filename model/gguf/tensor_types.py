@@ -1,6 +1,6 @@
 """Types of the tensors of GGUF files: plain numbers, and blocks of quantized numbers. Source: ggml.c of llama.cpp."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -15,6 +15,15 @@ class TensorType:
     @property
     def is_quantized(self) -> bool:
         return self.numbers > 1
+
+    @property
+    def has_offset(self) -> bool:
+        return self.name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+    @property
+    def served_bits(self) -> int:
+        """Bits of a code in a matrix of this type alone, as served."""
+        return 4 if self.name.startswith("Q4") else 6 if self.name in ("Q5_K", "Q6_K") else 8
 
 
 TYPES_BY_ID: Mapping[int, TensorType] = {
@@ -32,3 +41,12 @@ TYPES_BY_ID: Mapping[int, TensorType] = {
 }
 TENSOR_TYPES: Mapping[str, TensorType] = {kind.name: kind for kind in TYPES_BY_ID.values()}
 TYPE_IDS: Mapping[str, int] = {kind.name: number for number, kind in TYPES_BY_ID.items()}
+
+
+def joint_bits(names: Collection[str]) -> int:
+    """Return the bits of a code in a matrix whose parts have these types: the most of any type.
+
+    8 instead of 6 if the names include others than those of K types: matrices of 6 bits have their integer scales.
+    """
+    bits = max(TENSOR_TYPES[name].served_bits for name in names)
+    return 8 if bits == 6 and not all(name.endswith("_K") for name in names) else bits

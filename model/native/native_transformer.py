@@ -452,7 +452,7 @@ class NativeTransformer:
                 "qkv": torch.zeros(count, max(layer.qkv.outputs for layer in self._layers), dtype=dtype),
                 "mixed": torch.zeros(count, config.num_heads * config.largest_head_dim, dtype=dtype),
                 "wide": torch.zeros(count, max(hidden + mlp, mixed)),
-                "narrow": torch.zeros(count, widest // 32 * 40, dtype=torch.uint8),  # 32 inputs of a group and its sums
+                "narrow": torch.zeros(count, widest // 32 * 44, dtype=torch.uint8),  # LARGEST_INPUT_BYTES in rows.h
                 "scales": torch.zeros(count),
                 "layer_inputs": torch.zeros(num_inputs),
             }

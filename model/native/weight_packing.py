@@ -14,7 +14,7 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, StoredWeight
+from model.nn.grouped_weight import GroupedWeight, StoredWeight
 from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
 from model.system.memory_pages import HugePages
 
@@ -22,10 +22,13 @@ _POINTER, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_bool
 BLOCK = 16
 _PANEL = 64  # outputs of one task; matrices are padded to whole panels
 _STRIP = 32  # outputs that lie together in a matrix of groups
-_CODE_BYTES = 1024  # of a step of a strip: 32 outputs with a group of 8 bits, or with two groups of 4 bits
-# Codes of dtypes in kernel.h, and of grouped weights by bits and has_offset.
-NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_GROUPED_NUMBERS = {(4, False): 3, (4, True): 4, (8, False): 5, (8, True): 6}
+NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # codes of dtypes in kernel.h
+# Codes in kernel.h of grouped weights by bits and has_offset, and inputs and bytes of a step of a strip.
+_GROUPED = {
+    **{(4, False): (3, 64, 1088), (4, True): (4, 64, 1216)},
+    **{(8, False): (5, 32, 1088), (8, True): (6, 32, 1152)},
+    **{(6, False): (7, 256, 6720), (6, True): (8, 256, 7040)},
+}
 _CODES = 0  # `Blocks` of blocks.h: the weights are int8 codes
 _ACTIVATIONS = {MlpKind.GELU: 0, MlpKind.GELU_EXACT: 1, MlpKind.RELU: 2, MlpKind.SWIGLU: 3, MlpKind.GEGLU: 0}
 
@@ -116,28 +119,28 @@ def _pack_groups(
     *,
     gated: bool,
 ) -> Packed:
-    """Pack grouped weights for the kernels, in the layout of int4.h or grouped.h."""
+    """Pack grouped weights for the kernels, in the layout of int4.h, int6.h or grouped.h."""
     order = interleaved if gated else pad_outputs
     if isinstance(weight, StoredWeight):
         inputs, has_offsets = weight.inputs, weight.has_offsets
-        parts = [weight.address_F, weight.type_F, *[torch.zeros_like(weight.address_F)] * 2]
+        fields = [weight.address_F, weight.type_F, *[torch.zeros_like(weight.address_F)] * 4]
     else:
         inputs, has_offsets = weight.codes_FI.shape[1], weight.offset_FG is not None
-        scale_FG, offset_FG = weight.scale_FG.contiguous(), weight.offset_FG
-        parts = [_row_addresses(x) for x in (weight.codes_FI, scale_FG, scale_FG if offset_FG is None else offset_FG)]
-        parts.insert(1, torch.full_like(parts[0], _CODES))
-        if not has_offsets:
-            parts[-1] = torch.zeros_like(parts[-1])
-    rows_F4 = order(torch.stack(parts, dim=1)).contiguous()  # `StoredRow` of blocks.h
-    num_strips, groups = len(rows_F4) // _STRIP, -(-inputs // GROUP_SIZE)
-    steps, spread_bytes = (-(-groups // 2), (64, 128)) if weight.bits == 4 else (groups, (64, 64))
-    packed = pages.empty((num_strips, steps, _CODE_BYTES + sum(spread_bytes[: 1 + has_offsets])), torch.uint8)
-    scale_F = torch.empty(len(rows_F4))
+        arrays = weight.codes_FI, weight.scale_FG, weight.offset_FG, weight.factor_FB, weight.offset_factor_FB
+        held = [None if x is None else x.contiguous() for x in arrays]
+        none_F = torch.zeros(len(weight.codes_FI), dtype=torch.int64)
+        fields = [none_F if x is None else _row_addresses(x) for x in held]
+        fields.insert(1, torch.full_like(none_F, _CODES))
+    rows_FA = order(torch.stack(fields, dim=1)).contiguous()  # `StoredRow` of blocks.h
+    number, step_inputs, step_bytes = _GROUPED[weight.bits, has_offsets]
+    num_strips = len(rows_FA) // _STRIP
+    packed = pages.empty((num_strips, -(-inputs // step_inputs), step_bytes), torch.uint8)
+    scale_F = torch.empty(len(rows_FA))
     copy = kernels.function(
         "kvasir_pack_groups", *(_POINTER, _INT, _INT, _INT, _BOOL, _POINTER, _POINTER, _INT), result=_BOOL
     )
     pointers, threads = (packed.data_ptr(), scale_F.data_ptr()), torch.get_num_threads()
-    is_finite = copy(rows_F4.data_ptr(), num_strips, inputs, weight.bits, has_offsets, *pointers, threads)
+    is_finite = copy(rows_FA.data_ptr(), num_strips, inputs, weight.bits, has_offsets, *pointers, threads)
     if not is_finite and isinstance(weight, StoredWeight):
         weight.read()  # raises the error with the tensor's name
     return Packed(
@@ -147,7 +150,7 @@ def _pack_groups(
         shift=None,
         inputs=inputs,
         outputs=num_strips * _STRIP,
-        numbers=_GROUPED_NUMBERS[weight.bits, has_offsets],
+        numbers=number,
     )
 
 

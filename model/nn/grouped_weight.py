@@ -1,15 +1,17 @@
-"""Weights in groups of 32 inputs with 4-bit or 8-bit codes, a scale and an optional offset for each group.
+"""Weights in groups of inputs with codes of 4, 6 or 8 bits, a scale and an optional offset for each group.
 
-Legend: F outputs, I inputs of a matrix, G groups of inputs, S inputs of a group, C chunks of outputs.
+Legend: F outputs, I inputs of a matrix, G groups of inputs, S inputs of a group, B blocks, C chunks of outputs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 GROUP_SIZE = 32
+SMALL_GROUP_SIZE, BLOCK_SIZE = 16, 256  # with 6 bits: inputs with a scale, and inputs with factors
 _CHUNK = 2**18  # weights that `quantize_weight` searches scales for at a time: they stay in the CPU's cache
 # Scales that the search starts from, as shares of the min-max scale, and fits of each to its codes. Normal weights of
 # deviation 1 get a root mean square error of 0.0716, by min-max 0.0782.
@@ -23,30 +25,54 @@ _LARGEST_SUM = 0.97 * 2**31  # of products, without the rounding of multipliers 
 class GroupedWeight:
     """Weight matrix w[f, i] = scale[f, i // 32] * code[f, i] + offset[f, i // 32].
 
-    codes_FI: int8, -8 to 7 if `bits` is 4, -127 to 127 if `bits` is 8. scale_FG and offset_FG are float32; without
-    offsets the weights are symmetric. A format with larger groups repeats its scales.
+    codes_FI: int8, -8 to 7 if `bits` is 4, -32 to 31 if 6, -127 to 127 if 8. scale_FG and offset_FG are float32;
+    without offsets the weights are symmetric. A format with larger groups repeats its scales.
+    factor_FB, offset_factor_FB: only with 6 bits, float16 factors of the scales and offsets of 256 inputs. Scales and
+    offsets are then int8, a scale is of 16 inputs, and the number of inputs is a multiple of 256.
     """
 
     codes_FI: Tensor
     scale_FG: Tensor
     offset_FG: Tensor | None
     bits: int
+    factor_FB: Tensor | None = None
+    offset_factor_FB: Tensor | None = None
 
-    def dense(self, rows: Tensor | slice = slice(None)) -> Tensor:
-        """Return the dequantized weights, float32 (F, I). rows: outputs to return; by default all."""
-        codes_FI = self.codes_FI[rows]
-        scale_FI, offset_FG = _widen(self.scale_FG[rows], codes_FI.shape[1]), self.offset_FG
-        scaled_FI = codes_FI * scale_FI
-        return scaled_FI if offset_FG is None else scaled_FI + _widen(offset_FG[rows], codes_FI.shape[1])
+    @property
+    def group_size(self) -> int:
+        """Inputs of a group of `multiplied`."""
+        return GROUP_SIZE if self.factor_FB is None else SMALL_GROUP_SIZE
 
-    def to_int4(self, rows: Tensor | slice = slice(None)) -> "Int4Weight":
+    def multiplied(self) -> tuple[Tensor, Tensor | None]:
+        """Return the scale and the offset of each group, multiplied by its factors: float32."""
+        if self.factor_FB is None:
+            return self.scale_FG, self.offset_FG
+        scale_FG = self.scale_FG * self.factor_FB.float().repeat_interleave(BLOCK_SIZE // SMALL_GROUP_SIZE, dim=1)
+        if self.offset_FG is None or self.offset_factor_FB is None:
+            return scale_FG, None
+        offset_FG = self.offset_FG * self.offset_factor_FB.float().repeat_interleave(BLOCK_SIZE // GROUP_SIZE, dim=1)
+        return scale_FG, offset_FG.repeat_interleave(GROUP_SIZE // SMALL_GROUP_SIZE, dim=1)
+
+    def select(self, rows_F: Tensor) -> "GroupedWeight":
+        """Return the weights of these outputs."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {name: x[rows_F] for name, x in values.items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)
+
+    def dense(self) -> Tensor:
+        """Return the dequantized weights, float32 (F, I)."""
+        inputs, (scale_FG, offset_FG) = self.codes_FI.shape[1], self.multiplied()
+        scaled_FI = self.codes_FI * _widen(scale_FG, inputs, self.group_size)
+        return scaled_FI if offset_FG is None else scaled_FI + _widen(offset_FG, inputs, self.group_size)
+
+    def to_int4(self) -> "Int4Weight":
         """Return these weights, which must have 4 bits, with an integer multiplier and offset for each group.
 
-        rows: outputs to return; by default all. An output's scale is the smallest with which no multiplier, no offset
-        and no sum of products with int8 inputs overflows, whatever the codes and the inputs are.
+        An output's scale is the smallest with which no multiplier, no offset and no sum of products with int8 inputs
+        overflows, whatever the codes and the inputs are.
         """
-        codes_FI, scale_FG = self.codes_FI[rows], self.scale_FG[rows]
-        offset_FG = torch.zeros_like(scale_FG) if self.offset_FG is None else self.offset_FG[rows]
+        codes_FI, scale_FG = self.codes_FI, self.scale_FG
+        offset_FG = torch.zeros_like(scale_FG) if self.offset_FG is None else self.offset_FG
         largest_FG = scale_FG.abs().mul_(-_LEAST_CODE).add_(offset_FG.abs())
         sums_F = largest_FG.amax(dim=1).mul_(_LARGEST_INT8 * codes_FI.shape[1] / _LARGEST_SUM)
         scale_F = torch.maximum(
@@ -101,8 +127,8 @@ class Int4Weight:
         return integers_FI * self.scale_F[:, None]
 
 
-def _widen(numbers_FG: Tensor, inputs: int) -> Tensor:
-    return numbers_FG.repeat_interleave(GROUP_SIZE, dim=1)[:, :inputs]
+def _widen(numbers_FG: Tensor, inputs: int, size: int = GROUP_SIZE) -> Tensor:
+    return numbers_FG.repeat_interleave(size, dim=1)[:, :inputs]
 
 
 def quantize_weight(weight_FI: Tensor, *, searches: bool = True) -> GroupedWeight:

@@ -1,4 +1,4 @@
-"""Linear layers for serving on CPUs: packed for oneDNN, int8, or 4 or 8 bits in groups.
+"""Linear layers for serving on CPUs: packed for oneDNN, int8, or 4, 6 or 8 bits in groups.
 
 With two or more rows, a row's result is batch-invariant (measured up to 1,024 rows, on one thread): oneDNN may sum a
 single row in another order. See `service.engine.scheduling.step_plan.MIN_ROWS`.
@@ -61,7 +61,7 @@ class Int8Linear(nn.Module):
 
 
 class GroupedLinear(nn.Module):
-    """Linear layer x W^T + b with weights in groups of 32 inputs, and inputs in int8 with a scale for each token.
+    """Linear layer x W^T + b with weights in groups of inputs, and inputs in int8 with a scale for each token.
 
     Reference implementation of the native kernel. A group's int8 sum is exact, so results are batch-invariant.
     """
@@ -79,12 +79,16 @@ class GroupedLinear(nn.Module):
     def forward(self, x_TE: Tensor) -> Tensor:
         """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
         rounded_TE, scale_T = quantize_rows(x_TE)
-        sums_TF = _sum_groups(rounded_TE, self.weight.codes_FI, self.weight.scale_FG, self.weight.offset_FG)
+        sums_TF = _sum_groups(rounded_TE, self.weight.codes_FI, *self._multiplied, self.weight.group_size)
         return scale_sums(sums_TF, scale_T, torch.ones(()), self.bias_F, x_TE.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
-        return self.weight.dense(ids)
+        return self.weight.select(ids).dense()
+
+    @functools.cached_property
+    def _multiplied(self) -> tuple[Tensor, Tensor | None]:
+        return self.weight.multiplied()
 
 
 class Int4Linear(GroupedLinear):
@@ -103,17 +107,19 @@ class Int4Linear(GroupedLinear):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Return the dequantized weights of the outputs `ids`: float32 (ids, inputs)."""
-        return self.weight.to_int4(ids).dense()
+        return self.weight.select(ids).to_int4().dense()
 
     @functools.cached_property
     def _integers(self) -> Int4Weight:
         return self.weight.to_int4()
 
 
-def _sum_groups(rounded_TE: Tensor, codes_FI: Tensor, scale_FG: Tensor, offset_FG: Tensor | None) -> Tensor:
+def _sum_groups(
+    rounded_TE: Tensor, codes_FI: Tensor, scale_FG: Tensor, offset_FG: Tensor | None, size: int = GROUP_SIZE
+) -> Tensor:
     """Return the products of int8 inputs and grouped weights, in the dtype of the scales and offsets."""
     sums_TF = torch.zeros(len(rounded_TE), len(codes_FI), dtype=scale_FG.dtype)
-    groups = zip(rounded_TE.split(GROUP_SIZE, dim=1), codes_FI.split(GROUP_SIZE, dim=1), strict=True)
+    groups = zip(rounded_TE.split(size, dim=1), codes_FI.split(size, dim=1), strict=True)
     for group, (part_TS, codes_FS) in enumerate(groups):
         sums_TF.addcmul_(torch._int_mm(part_TS, codes_FS.t()).to(sums_TF.dtype), scale_FG[:, group])
         if offset_FG is not None:

@@ -18,13 +18,14 @@ from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
 from model.gguf.container import SUFFIX
+from model.gguf.tensor_types import joint_bits
 from model.gpu.quantization import Quantization
-from model.huggingface.quantization_config import PlainEncoding
+from model.huggingface.quantization_config import GgufEncoding, PlainEncoding
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, enlarge_pages, library_for, to_native
 from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
-from model.nn.matrix_kinds import GROUPED_INT8_BYTES, INT4_TEXT, QUANTIZED_BYTES, matrix_kind
+from model.nn.matrix_kinds import GROUPED_BYTES, INT4_TEXT, QUANTIZED_BYTES, matrix_kind
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -346,12 +347,14 @@ def _served_bytes(settings: ModelSettings, manifest: Manifest, resolved: _Resolv
                 served = QUANTIZED_BYTES[matrix_kind(settings.quantize, name)]
                 saved += math.prod(shape) * (loaded.value_bytes - served)
     elif resolved.context.device.type == "cpu" and manifest.quantization is not None and manifest.quantization.is_kept:
-        for part in (part for place in manifest.placements.values() for part in place.encoded):
+        for place, part in ((each, part) for each in manifest.placements.values() for part in each.encoded):
             if not isinstance(part.encoding, PlainEncoding):
                 size = math.prod(part.shape)
                 stored = sum(header.end - header.begin for header in part.tensors.values())
-                served = QUANTIZED_BYTES["int4"] if stored < _LEAST_8_BIT_BYTES * size else GROUPED_INT8_BYTES
-                saved += size * (LOADED_QUANTIZED_BYTES - served)
+                bits = 4 if stored < _LEAST_8_BIT_BYTES * size else 8
+                if isinstance(part.encoding, GgufEncoding):
+                    bits = joint_bits([header.dtype for header in place.parts])
+                saved += size * (LOADED_QUANTIZED_BYTES - GROUPED_BYTES[bits])
     return loaded.weight_bytes - round(saved)
 
 
@@ -480,7 +483,7 @@ def _stored_format(manifest: Manifest, matrices: str) -> dict[str, str]:
     """
     if (stored := manifest.quantization) is None:
         return {"matrices": INT4_TEXT} if matrices == "int4" else {}
-    is_kept = matrices in ("int4", "int8") or not stored.is_kept
+    is_kept = matrices in ("int4", "int6", "int8") or not stored.is_kept
     return {
         "matrices": stored.text.removeprefix(matrices).lstrip(", ") if is_kept else f"dequantized from {stored.text}"
     }

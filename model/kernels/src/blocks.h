@@ -1,9 +1,11 @@
-// Rows of quantized weights in groups of 32 inputs, w = scale * code + offset: of int8 codes, or of the blocks of GGUF
-// files. Sources: ggml-common.h and ggml-quants.c of llama.cpp, and block_types.py, whose numbers these equal.
+// Rows of quantized weights in groups, w = scale * code + offset: of int8 codes, or of the blocks of GGUF files.
+// Sources: ggml-common.h and ggml-quants.c of llama.cpp, and block_types.py, whose numbers these equal.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <utility>
 #include <vector>
 
 #include "lanes.h"
@@ -23,19 +25,29 @@ enum class Blocks : int64_t {
     q6_k = 14
 };
 
-// Stored row of one output. from: null for an output of zeros. scales, offsets: of int8 codes; offsets may be null.
+// Stored row of one output. from: null for an output of zeros. The others: only of int8 codes, arrays as in
+// `UnpackedRow` or `SixBitRow`; null: zeros.
 struct StoredRow {
     const uint8_t* from;
     Blocks blocks;
-    const float *scales, *offsets;
+    const void *scales, *offsets, *factors, *offset_factors;
 };
 
-// Row with its codes unpacked. Zeros follow the codes up to a multiple of 64 inputs.
+// Row in groups of 32. Zeros follow the codes up to a multiple of 64 inputs.
 struct UnpackedRow {
     explicit UnpackedRow(int64_t inputs) : codes((inputs + 63) / 64 * 64), scales(codes.size() / 32), offsets(scales) {}
 
     std::vector<int8_t> codes;
     std::vector<float> scales, offsets;
+};
+
+// Row for int6.h: scales of 16 inputs, offsets of 32, and float16 factors of both for blocks of 256.
+struct SixBitRow {
+    explicit SixBitRow(int64_t inputs)
+        : codes(inputs), scales(inputs / 16), offsets(inputs / 32), factors(inputs / 256), offset_factors(factors) {}
+
+    std::vector<int8_t> codes, scales, offsets;
+    std::vector<uint16_t> factors, offset_factors;
 };
 
 inline float half_at(const uint8_t* from) {
@@ -78,37 +90,55 @@ inline void unpack_q8_0(const uint8_t* block, int8_t* codes, float* scale, float
     std::memcpy(codes, block + 2, 32);
 }
 
-// Unpacks a Q4_K or Q5_K block: two factors, 6 bits for each scale and minimum, the fifth bits, and the others.
+// Returns the scale and the minimum of a group of a Q4_K or Q5_K block: two factors and 6 bits for each of these.
+inline std::pair<int, int> scale_and_minimum(const uint8_t* block, int group) {
+    const uint8_t* packed = block + 4 + group % 4;
+    if (group < 4) return {packed[0] & 63, packed[4] & 63};
+    return {(packed[8] & 15) | packed[0] >> 6 << 4, packed[8] >> 4 | packed[4] >> 6 << 4};
+}
+
+// Unpacks the codes of a Q4_K or Q5_K block, from 0 on: after the scales come the fifth bits, and the others.
+template <bool HAS_FIFTH>
+inline void unpack_k_codes(const uint8_t* block, int8_t* codes) {
+    const uint8_t *fifth = block + 16, *others = fifth + (HAS_FIFTH ? 32 : 0);
+    for (int pair = 0; pair < 4; ++pair) split_bytes(others + pair * 32, 32, codes + pair * 64);
+    if constexpr (HAS_FIFTH) {
+        for (int i = 0; i < 256; ++i) codes[i] = static_cast<int8_t>(codes[i] | (fifth[i % 32] >> i / 32 & 1) << 4);
+    }
+}
+
+// Unpacks the codes of a Q6_K block, from -32 to 31: the low four bits, then the others.
+inline void unpack_q6_k_codes(const uint8_t* block, int8_t* codes) {
+    for (int middle = 0; middle < 256; middle += 128) split_bytes(block + middle / 2, 64, codes + middle);
+    for (int i = 0; i < 256; ++i) {
+        const int high = block[128 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+        codes[i] = static_cast<int8_t>((codes[i] | high << 4) - 32);
+    }
+}
+
 template <bool HAS_FIFTH>
 inline void unpack_k(const uint8_t* block, int8_t* codes, float* scales, float* offsets) {
-    const uint8_t *packed = block + 4, *fifth = block + 16, *others = fifth + (HAS_FIFTH ? 32 : 0);
+    unpack_k_codes<HAS_FIFTH>(block, codes);
     for (int group = 0; group < 8; ++group) {
-        const int low = group % 4;
-        const int scale = group < 4 ? packed[low] & 63 : (packed[8 + low] & 15) | packed[low] >> 6 << 4;
-        const int minimum = group < 4 ? packed[4 + low] & 63 : packed[8 + low] >> 4 | packed[4 + low] >> 6 << 4;
+        const auto [scale, minimum] = scale_and_minimum(block, group);
         scales[group] = half_at(block) * static_cast<float>(scale);
         offsets[group] = -(half_at(block + 2) * static_cast<float>(minimum));
         if (!HAS_FIFTH) offsets[group] += 8 * scales[group];
-        if (group % 2 == 0) split_bytes(others + group * 16, 32, codes + group * 32);
     }
-    if constexpr (HAS_FIFTH) {
-        for (int i = 0; i < 256; ++i) codes[i] = static_cast<int8_t>(codes[i] | (fifth[i % 32] >> i / 32 & 1) << 4);
-    } else {
-        add_to(codes, 256, -8);
-    }
+    if (!HAS_FIFTH) add_to(codes, 256, -8);
 }
 
 // Unpacks a Q6_K block, whose groups of 16 are rounded to 8 bits in groups of 32.
 inline void unpack_q6_k(const uint8_t* block, int8_t* codes, float* scales, float* offsets) {
     constexpr float TINY = 1e-30f;  // keeps a group of zeros from dividing by zero
     const float factor = half_at(block + 208);
-    for (int middle = 0; middle < 256; middle += 128) split_bytes(block + middle / 2, 64, codes + middle);
+    unpack_q6_k_codes(block, codes);
     for (int group = 0; group < 8; ++group) {
         float numbers[32], largest = TINY;
         for (int i = 0; i < 32; ++i) {
-            const int at = group * 32 + i, high = block[128 + at / 128 * 32 + i] >> at % 128 / 32 * 2 & 3;
+            const int at = group * 32 + i;
             const float scale = factor * static_cast<float>(static_cast<int8_t>(block[192 + at / 16]));
-            numbers[i] = static_cast<float>((codes[at] | high << 4) - 32) * scale;
+            numbers[i] = static_cast<float>(codes[at]) * scale;
             largest = std::max(largest, std::fabs(numbers[i]));
         }
         scales[group] = largest / 127 + 0 * factor;  // NaN if the factor is not finite
@@ -124,6 +154,15 @@ inline void unpack_blocks(const uint8_t* from, int64_t inputs, UnpackedRow& row,
     }
 }
 
+template <typename Number>
+inline void copy_or_zero(const void* from, int64_t count, std::vector<Number>& to) {
+    if (from == nullptr) {
+        std::fill(to.begin(), to.end(), Number(0));
+    } else {
+        std::copy_n(static_cast<const Number*>(from), count, to.begin());
+    }
+}
+
 // Unpacks a stored row. Returns false if a scale or an offset is not finite.
 inline bool unpack_stored(const StoredRow& stored, int64_t inputs, UnpackedRow& row) {
     const uint8_t* from = stored.from;
@@ -131,12 +170,8 @@ inline bool unpack_stored(const StoredRow& stored, int64_t inputs, UnpackedRow& 
     switch (stored.blocks) {
         case Blocks::codes:
             std::memcpy(row.codes.data(), from, inputs);
-            std::copy_n(stored.scales, groups, row.scales.begin());
-            if (stored.offsets == nullptr) {
-                std::fill(row.offsets.begin(), row.offsets.end(), 0.f);
-            } else {
-                std::copy_n(stored.offsets, groups, row.offsets.begin());
-            }
+            copy_or_zero(stored.scales, groups, row.scales);
+            copy_or_zero(stored.offsets, groups, row.offsets);
             break;
         case Blocks::q4_0: unpack_blocks<32, 18>(from, inputs, row, unpack_32<false, false>); break;
         case Blocks::q4_1: unpack_blocks<32, 20>(from, inputs, row, unpack_32<true, false>); break;
@@ -150,6 +185,45 @@ inline bool unpack_stored(const StoredRow& stored, int64_t inputs, UnpackedRow& 
     const auto is_finite = [](float x) { return std::isfinite(x); };
     return std::all_of(row.scales.begin(), row.scales.begin() + groups, is_finite) &&
            std::all_of(row.offsets.begin(), row.offsets.begin() + groups, is_finite);
+}
+
+// As above, for blocks of K types. Returns false if a factor is not finite.
+inline bool unpack_stored(const StoredRow& stored, int64_t inputs, SixBitRow& row) {
+    const auto blocks = static_cast<int64_t>(row.factors.size());
+    if (stored.blocks == Blocks::codes) {
+        std::memcpy(row.codes.data(), stored.from, inputs);
+        copy_or_zero(stored.scales, inputs / 16, row.scales);
+        copy_or_zero(stored.offsets, inputs / 32, row.offsets);
+        copy_or_zero(stored.factors, blocks, row.factors);
+        copy_or_zero(stored.offset_factors, blocks, row.offset_factors);
+    }
+    const uint8_t* from = stored.from;
+    for (int64_t block = 0; block < blocks && stored.blocks != Blocks::codes; ++block) {
+        int8_t *codes = &row.codes[block * 256], *scales = &row.scales[block * 16], *offsets = &row.offsets[block * 8];
+        if (stored.blocks == Blocks::q6_k) {
+            unpack_q6_k_codes(from, codes);
+            std::memcpy(scales, from + 192, 16);
+            std::memset(offsets, 0, 8);
+            std::memcpy(&row.factors[block], from + 208, 2);
+            row.offset_factors[block] = 0;
+            from += 210;
+            continue;
+        }
+        const bool has_fifth = stored.blocks == Blocks::q5_k;
+        has_fifth ? unpack_k_codes<true>(from, codes) : unpack_k_codes<false>(from, codes);
+        for (int group = 0; group < 8; ++group) {
+            const auto [scale, minimum] = scale_and_minimum(from, group);
+            scales[2 * group] = scales[2 * group + 1] = static_cast<int8_t>(scale);
+            offsets[group] = static_cast<int8_t>(-minimum);
+        }
+        std::memcpy(&row.factors[block], from, 2);
+        std::memcpy(&row.offset_factors[block], from + 2, 2);
+        from += has_fifth ? 176 : 144;
+    }
+    constexpr uint16_t EXPONENT = 0x7c00;
+    const auto is_finite = [](uint16_t bits) { return (bits & EXPONENT) != EXPONENT; };
+    return std::all_of(row.factors.begin(), row.factors.end(), is_finite) &&
+           std::all_of(row.offset_factors.begin(), row.offset_factors.end(), is_finite);
 }
 
 }  // namespace kvasir

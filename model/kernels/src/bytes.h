@@ -16,6 +16,7 @@ using Register = __m512i;
 using Words = __v16si;
 inline Register repeat_word(int32_t word) { return _mm512_set1_epi32(word); }
 inline Register bitwise_and(Register x, Register y) { return _mm512_and_si512(x, y); }
+inline Register bitwise_or(Register x, Register y) { return _mm512_or_si512(x, y); }
 inline Register bitwise_xor(Register x, Register y) { return _mm512_xor_si512(x, y); }
 template <int BITS>
 inline Register shift_left(Register x) { return _mm512_slli_epi16(x, BITS); }
@@ -37,6 +38,7 @@ using Register = __m256i;
 using Words = __v8si;
 inline Register repeat_word(int32_t word) { return _mm256_set1_epi32(word); }
 inline Register bitwise_and(Register x, Register y) { return _mm256_and_si256(x, y); }
+inline Register bitwise_or(Register x, Register y) { return _mm256_or_si256(x, y); }
 inline Register bitwise_xor(Register x, Register y) { return _mm256_xor_si256(x, y); }
 template <int BITS>
 inline Register shift_left(Register x) { return _mm256_slli_epi16(x, BITS); }
@@ -114,6 +116,12 @@ inline Bytes dot_codes(Bytes sums, Bytes codes, Register inputs) {
 #else
     return each([&](Register sum, Register x) { return add_halves(sum, multiply_bytes(x, inputs)); }, sums, codes);
 #endif
+}
+
+// As `dot_codes`, for codes from 0 to 63. Without VNNI, too, every output has one sum of 32 bits.
+inline Bytes dot_wide_codes(Bytes sums, Bytes codes, Register inputs) {
+    return HAS_BYTE_DOT ? dot_codes(sums, codes, inputs)
+                        : add_pairs(sums, dot_codes(Bytes(), codes, inputs), repeated(0x00010001));
 }
 
 // Adds the products of four weights of each output, with 128 added, and four signed inputs, the same for all outputs.

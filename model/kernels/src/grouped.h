@@ -50,7 +50,7 @@ private:
         }
         for (int64_t group = 0; group < groups; ++group, from += BYTES, ++x) {
             const Lines lines = lines_of<Grouped, NUM_ROWS>(fetch, from, group, groups);
-            lines.prefetch(0);
+            lines.prefetch(0, 2);
             Bytes counts[NUM_ROWS][BLOCKS];
 #pragma GCC unroll 8
             for (int r = 0; r < NUM_ROWS; ++r) {
@@ -59,7 +59,7 @@ private:
             }
 #pragma GCC unroll 8
             for (int four = 0; four < GROUP_SIZE / 4; ++four) {
-                if (four == GROUP_SIZE / 8) lines.prefetch(1);
+                if (four == GROUP_SIZE / 8) lines.prefetch(1, 2);
                 Bytes weights[BLOCKS];
 #pragma GCC unroll 2
                 for (int b = 0; b < BLOCKS; ++b) weights[b] = load_bytes(from + four * FOUR + (first + b) * 64);

@@ -91,7 +91,7 @@ private:
         }
         for (int64_t step = 0; step < steps; ++step, from += BYTES, ++x) {
             const Lines lines = lines_of<Int4, NUM_ROWS>(fetch, from, step, steps);
-            lines.prefetch(0);
+            lines.prefetch(0, 2);
             // Sums of the second group in the lower, and of the first group in the upper halves of 32 bits.
             Bytes pairs[NUM_ROWS][BLOCKS];
 #pragma GCC unroll 8
@@ -107,7 +107,7 @@ private:
 #pragma GCC unroll 2
                 for (int b = 0; b < BLOCKS; ++b) pairs[r][b] = each(shift, pairs[r][b]);
             }
-            lines.prefetch(1);
+            lines.prefetch(1, 2);
             add_group<NUM_ROWS>(from + (STRIP_BLOCKS + first) * BLOCK, x, stride, 1, pairs);
 #pragma GCC unroll 2
             for (int b = 0; b < BLOCKS; ++b) {

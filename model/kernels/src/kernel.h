@@ -62,7 +62,8 @@ struct AttentionCall {
 using AttentionKernel = void (*)(const AttentionBatch* batch, const AttentionCall* call);
 
 // Types of matrices. int4: 4 bits with a multiplier, and perhaps an offset, for 32 inputs; see int4.h. Grouped: 8 bits
-// with a scale, and perhaps an offset, for 32 inputs; see grouped.h.
+// with a scale, and perhaps an offset, for 32 inputs; see grouped.h. int6: 6 bits with a multiplier for 16 inputs, and
+// perhaps an offset for 32; see int6.h.
 enum class Numbers : int64_t {
     float32 = 0,
     bfloat16 = 1,
@@ -70,7 +71,9 @@ enum class Numbers : int64_t {
     int4 = 3,
     int4_offset = 4,
     grouped8 = 5,
-    grouped8_offset = 6
+    grouped8_offset = 6,
+    int6 = 7,
+    int6_offset = 8
 };
 
 // Packed matrix, laid out by Python. Outputs are grouped in panels of PANEL, the last panel padded with zeros. A panel
@@ -79,7 +82,7 @@ enum class Numbers : int64_t {
 struct Matrix {
     const void* weight;
     const float* bias;     // for every padded output, or null
-    const float* scale;    // int8, int4 and grouped: scale of every padded output
+    const float* scale;    // of every padded output of a quantized matrix
     const int32_t* shift;  // int8: 128 times the sum of an output's weights, because inputs have 128 added
     int64_t inputs;
     int64_t outputs;  // padded

@@ -57,7 +57,7 @@ struct Rows {
     float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
-    void* narrow;     // inputs of a quantized matrix: bytes, pairs of groups or groups
+    void* narrow;     // inputs of a quantized matrix: bytes, or `Input` of a matrix in strips
     float* scales;    // scale of each row of an int8 input
     float* layer_inputs;           // inputs of all layers, rows of projection.outputs
     const float *cosines, *sines;  // for every position, num_angles numbers
@@ -435,7 +435,7 @@ class Step {
         of_pairs.count = num_pairs;
         of_pairs.wide = scratch.wide.reserve(num_pairs * (stride + hidden_stride) * sizeof(Wide));
         of_pairs.narrow = scratch.narrow.reserve(num_pairs * std::max(stride, hidden_stride) / GROUP_SIZE *
-                                                 sizeof(InputGroup));
+                                                 LARGEST_INPUT_BYTES);
         of_pairs.scales = reinterpret_cast<float*>(scratch.scales.reserve(num_pairs * sizeof(float)));
         const Step each(shape, of_pairs);
         Wide *inputs = each.wide(), *hidden = inputs + num_pairs * stride;

@@ -4,6 +4,7 @@
 #include "blocks.h"
 #include "grouped.h"
 #include "int4.h"
+#include "int6.h"
 
 using namespace kvasir;
 
@@ -100,15 +101,45 @@ float write_row(Grouped<HAS_OFFSETS>, const UnpackedRow& row, int64_t inputs, in
     return std::ldexp(1.f, exponent);
 }
 
+// As above. The scale is 1.
+template <bool HAS_OFFSETS>
+float write_row(Int6<HAS_OFFSETS>, const SixBitRow& row, int64_t inputs, int64_t place, uint8_t* strip) {
+    using Kind = Int6<HAS_OFFSETS>;
+    for (int64_t block = 0; block < inputs / Kind::INPUTS; ++block) {
+        uint8_t* step = strip + block * Kind::BYTES;
+        std::memcpy(step + place * 2, &row.factors[block], 2);
+        for (int64_t group = 0; group < Kind::GROUPS; ++group) {
+            const int64_t at = block * Kind::GROUPS + group;
+            step[Kind::multipliers(group) + place] = static_cast<uint8_t>(row.scales[at]);
+            uint32_t fours[4];
+            std::memcpy(fours, &row.codes[at * 16], 16);
+            for (uint32_t& four : fours) four = (four ^ 0x20202020u) & 0x3f3f3f3fu;  // adds 32 to each code
+            uint8_t* codes = step + Kind::codes(group) + place / LANES * Kind::BLOCK + place % LANES * 4;
+            for (int part = 0; part < 3; ++part) {
+                const uint32_t word = fours[part] | (fours[3] >> 2 * part & 0x03030303u) << 6;
+                std::memcpy(codes + part * 64, &word, 4);
+            }
+        }
+        if constexpr (HAS_OFFSETS) {
+            for (int64_t pair = 0; pair < Kind::GROUPS / 2; ++pair) {
+                const int8_t offset = row.offsets[block * Kind::GROUPS / 2 + pair];
+                step[Kind::OFFSETS + pair * STRIP + place] = static_cast<uint8_t>(offset);
+            }
+            std::memcpy(step + Kind::OFFSET_FACTORS + place * 2, &row.offset_factors[block], 2);
+        }
+    }
+    return 1;
+}
+
 // See kvasir_pack_groups.
-template <typename Kind>
+template <typename Kind, typename Row>
 bool pack_groups(const StoredRow* rows, int64_t strips, int64_t inputs, uint8_t* target, float* scales,
                  int64_t threads) {
     const int64_t bytes = (inputs + Kind::INPUTS - 1) / Kind::INPUTS * Kind::BYTES;
     std::atomic<bool> are_finite{true};
     parallel_for(strips, threads, [&](int64_t strip, int) {
-        UnpackedRow row(inputs);
-        const UnpackedRow zeros(inputs);
+        Row row(inputs);
+        const Row zeros(inputs);
         for (int64_t place = 0; place < STRIP; ++place) {
             const StoredRow& stored = rows[strip * STRIP + place];
             const bool is_stored = stored.from != nullptr;
@@ -122,11 +153,12 @@ bool pack_groups(const StoredRow* rows, int64_t strips, int64_t inputs, uint8_t*
 
 }  // namespace
 
-// Packs weights in groups into the strips of int4.h (bits 4) or grouped.h (bits 8). rows, scales: one for each padded
+// Packs weights in groups into the strips of int4.h (bits 4), int6.h (6) or grouped.h (8). rows, scales: one for each padded
 // output. Returns false if a scale or an offset is not finite.
 KVASIR_KERNEL bool kvasir_pack_groups(const StoredRow* rows, int64_t strips, int64_t inputs, int64_t bits,
                                       bool has_offsets, uint8_t* target, float* scales, int64_t threads) {
-    const auto pack = bits == 4 ? (has_offsets ? pack_groups<Int4<true>> : pack_groups<Int4<false>>)
-                                : (has_offsets ? pack_groups<Grouped<true>> : pack_groups<Grouped<false>>);
+    const auto pack = bits == 4   ? (has_offsets ? pack_groups<Int4<true>, UnpackedRow> : pack_groups<Int4<false>, UnpackedRow>)
+                      : bits == 6 ? (has_offsets ? pack_groups<Int6<true>, SixBitRow> : pack_groups<Int6<false>, SixBitRow>)
+                                  : (has_offsets ? pack_groups<Grouped<true>, UnpackedRow> : pack_groups<Grouped<false>, UnpackedRow>);
     return pack(rows, strips, inputs, target, scales, threads);
 }

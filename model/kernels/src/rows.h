@@ -137,6 +137,32 @@ inline void split_pairs(const uint8_t* shifted, int64_t size, InputPair* out) {
     }
 }
 
+// Quantized inputs of a block of 256. starts: sums of the products of -32, which is added to codes of 6 bits, and the
+// inputs of a group of 16. sums: of 32 inputs.
+struct InputBlock {
+    static constexpr int64_t INPUTS = 256, GROUPS = 16;
+    int8_t codes[INPUTS];
+    int32_t starts[GROUPS];
+    float sums[GROUPS / 2];
+};
+constexpr int64_t LARGEST_INPUT_BYTES = sizeof(InputBlock) / 8;  // of 32 quantized inputs, of all kinds of matrices
+
+// Splits a row with 128 added, from `quantize`, into blocks. The size is a multiple of 256.
+inline void split_blocks(const uint8_t* shifted, int64_t size, InputBlock* out) {
+    for (int64_t first = 0; first < size; first += InputBlock::INPUTS, ++out) {
+        for (int64_t group = 0; group < InputBlock::GROUPS; ++group) {
+            int32_t sum = 0;
+            for (int64_t at = group * 16; at < group * 16 + 16; ++at) {
+                const int code = shifted[first + at] - 128;
+                out->codes[at] = static_cast<int8_t>(code);
+                sum += code;
+            }
+            out->starts[group] = -32 * sum;
+            if (group % 2 == 1) out->sums[group / 2] = static_cast<float>(sum - out->starts[group - 1] / 32);
+        }
+    }
+}
+
 // Quantizes a row to int8 and returns its scale: x = scale * out.
 template <typename Number>
 inline float quantize(const Number* x, int64_t size, int8_t* out) {

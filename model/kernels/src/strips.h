@@ -29,14 +29,14 @@ struct StripFetch {
     int64_t first, lines;
 };
 
-// Lines of 64 bytes to prefetch in one step. Each half of them goes before half of the step's products: CPUs stall on
+// Lines of 64 bytes to prefetch in one step. Each part of them goes before a part of the step's products: CPUs stall on
 // more than about 16 prefetches in a row.
 struct Lines {
     const uint8_t* from;
     int64_t count;
 
-    void prefetch(int half) const {  // into L2, which allows more outstanding reads than L1
-        for (int64_t line = half * count / 2; line < (half + 1) * count / 2; ++line) {
+    void prefetch(int64_t part, int64_t parts) const {  // into L2, which allows more outstanding reads than L1
+        for (int64_t line = part * count / parts; line < (part + 1) * count / parts; ++line) {
             __builtin_prefetch(from + line * 64, 0, 2);
         }
     }

@@ -111,8 +111,7 @@ def test_quantized_experts_stay_quantized(tmp_path: Path, type_name: str) -> Non
 def test_logits_of_every_type_equal_those_of_the_dequantized_model(tmp_path: Path, case: str, type_name: str) -> None:
     path = write_model(tmp_path / "m.gguf", model := CASES[case].build(**WIDE), type_name=type_name)
     assert_parity(load_as_floats(path), as_file(path, model))
-    if type_name != "Q6_K":  # whose groups are rounded to 8 bits, see test_grouped.py
-        assert_parity(with_float_weights(load(path)), model, 10 * TOLERANCE)
+    assert_parity(with_float_weights(load(path)), model, 10 * TOLERANCE)
     manifest = read_manifest(path)
     is_quantized = manifest.quantization is not None and manifest.quantization.text.endswith(f"from GGUF's {type_name}")
     assert is_quantized == (TENSOR_TYPES[type_name].is_quantized)

@@ -1,6 +1,6 @@
 """Grouped weights hold the numbers of a GGUF file's blocks, read and unpacked, or packed from the mapped file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from tests.model.kernel_libraries import BUILDABLE, library_of
 
 QUANTIZED = [name for name, kind in TENSOR_TYPES.items() if kind.is_quantized]
 BEGIN = 5
+CODES = {4: (-8, 7), 6: (-32, 31), 8: (-128, 127)}
 
 
 def stored(path: Path, name: str, outputs: int, inputs: int) -> tuple[TensorHeader, torch.Tensor]:
@@ -40,13 +41,14 @@ def stored(path: Path, name: str, outputs: int, inputs: int) -> tuple[TensorHead
 def test_weights_equal_the_dequantized_numbers(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grouped, "_SLICE", 1500)  # slices of two rows, and one of one row
     header, numbers = stored(tmp_path / "m.gguf", name, 7, 512)
-    weight = read_grouped(header)
-    assert weight.bits == (4 if name.startswith("Q4") else 8)
-    assert weight.codes_FI.min() >= (-8 if weight.bits == 4 else -128)
-    assert weight.codes_FI.max() <= (7 if weight.bits == 4 else 127)
+    weight = read_grouped([header])
+    assert weight.bits == (4 if name.startswith("Q4") else 6 if name in ("Q5_K", "Q6_K") else 8)
+    least, most = CODES[weight.bits]
+    assert least <= weight.codes_FI.min() <= weight.codes_FI.max() <= most
+    if weight.bits == 6:
+        assert torch.equal(weight.dense(), numbers)
     largest = numbers.view(7, -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
-    allowed = largest / 254 if name == "Q6_K" else 1e-6 * largest
-    assert bool(((weight.dense() - numbers).abs() <= 1.001 * allowed).all())
+    assert bool(((weight.dense() - numbers).abs() <= 1e-6 * largest).all())
     assert (weight.offset_FG is None) == (name in ("Q8_0", "Q4_0", "Q5_0", "Q6_K"))
 
 
@@ -54,7 +56,7 @@ def test_weights_equal_the_dequantized_numbers(tmp_path: Path, name: str, monkey
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_mapped_matrix_is_packed_as_the_unpacked_one(tmp_path: Path, name: str, level: str) -> None:
     header, _ = stored(tmp_path / "m.gguf", name, 70, 512)
-    kernels, weights = library_of(level), (read_grouped(header), map_grouped(header))
+    kernels, weights = library_of(level), (read_grouped([header]), map_grouped([header]))
     unpacked, mapped = (pack(make_grouped_linear(x, None), kernels, HugePages(), gated=True) for x in weights)
     assert unpacked.scale is not None
     assert mapped.scale is not None
@@ -63,12 +65,28 @@ def test_a_mapped_matrix_is_packed_as_the_unpacked_one(tmp_path: Path, name: str
     assert unpacked.numbers == mapped.numbers
 
 
+@pytest.mark.parametrize("other", ["Q4_K", "Q5_K", "Q8_0"])
+def test_parts_of_a_matrix_have_the_same_bits(tmp_path: Path, other: str) -> None:
+    """K types are exact in 6 bits; beside another type, Q6_K is rounded to 8 bits in groups of 32."""
+    headers, numbers = zip(
+        *(stored(tmp_path / name, name, outputs, 512) for name, outputs in ((other, 7), ("Q6_K", 3))), strict=True
+    )
+    weight, expected = read_grouped(headers), torch.cat(numbers)
+    assert weight.bits == (8 if other == "Q8_0" else 6)
+    largest = expected.view(10, -1, 32).abs().amax(dim=2).repeat_interleave(32, dim=1)
+    assert bool(((weight.dense() - expected).abs() <= (largest / 253 if other == "Q8_0" else 0.0)).all())
+    if weight.bits == 6:
+        layers = (make_grouped_linear(each, None) for each in (weight, map_grouped(headers)))
+        unpacked, mapped = (pack(layer, library_of(next(iter(BUILDABLE))), HugePages(), gated=False) for layer in layers)
+        assert torch.equal(unpacked.weight, mapped.weight)
+
+
 @pytest.mark.parametrize("read", [read_grouped, map_grouped])
-def test_a_truncated_matrix_is_rejected(tmp_path: Path, read: Callable[[TensorHeader], object]) -> None:
+def test_a_truncated_matrix_is_rejected(tmp_path: Path, read: Callable[[Sequence[TensorHeader]], object]) -> None:
     header, _ = stored(tmp_path / "m.gguf", "Q4_0", 4, 64)
     header.path.write_bytes(header.path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="has been truncated"):
-        read(header)
+        read([header])
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])
@@ -79,7 +97,7 @@ def test_scales_that_are_not_finite_are_rejected(tmp_path: Path, name: str) -> N
     data[place : place + 2] = np.array(np.nan, np.float16).tobytes()
     header.path.write_bytes(data)
     with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity"):
-        read_grouped(header)
+        read_grouped([header])
     for level in BUILDABLE:
         with pytest.raises(CheckpointError, match="tensor w holds NaN or infinity"):
-            pack(make_grouped_linear(map_grouped(header), None), library_of(level), HugePages())
+            pack(make_grouped_linear(map_grouped([header]), None), library_of(level), HugePages())

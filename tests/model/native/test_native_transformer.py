@@ -3,6 +3,7 @@
 import gc
 import itertools
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -112,9 +113,8 @@ def test_logits_of_any_number_of_rows_equal_pytorchs(level: str, count: int, kin
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_offset", [False, True])
-@pytest.mark.parametrize("inputs", [64, 70, 100])
+@pytest.mark.parametrize(("bits", "inputs"), [(4, 64), (4, 70), (4, 100), (8, 70), (8, 100), (6, 512)])
 def test_grouped_weights_of_any_size_equal_pytorchs(level: str, bits: int, has_offset: bool, inputs: int) -> None:
     """Compare the LM head and its use as an embedding; no sum of the kernel rounds more than PyTorch's."""
     config = ModelConfig.from_dict(VARIANTS["rotary-mqa-untied"].to_dict() | {"hidden_size": inputs})
@@ -129,6 +129,24 @@ def test_grouped_weights_of_any_size_equal_pytorchs(level: str, bits: int, has_o
         torch.testing.assert_close(native.token_embedding(IDS), rows)
         for count in (1, 2, 3, 6, 7):
             assert torch.equal(native.logits(x_RE[-count:]), whole[-count:])
+
+
+@pytest.mark.parametrize("level", BUILDABLE)
+def test_experts_and_layers_of_6_bits_equal_pytorchs(level: str) -> None:
+    changes = {"hidden_size": 256, "head_dim": 64, "mlp_size": 512}
+    config = ModelConfig.from_dict(VARIANTS["experts"].to_dict() | changes)
+    assert config.experts is not None
+    theirs, ours = (build(replace(config, experts=replace(config.experts, mlp_size=256))) for _ in range(2))
+    for model in (theirs, ours):
+        replace_linears(
+            model,
+            lambda weight, bias: make_grouped_linear(
+                grouped(*weight.shape, bits=6, has_offset=len(weight) > 300), bias
+            ),
+        )
+    with torch.inference_mode():
+        expected, found = theirs(IDS, METADATA, None), NativeTransformer(ours, library_of(level))(IDS, METADATA, None)
+    assert (expected - found).abs().mean() < 0.01 * expected.std()
 
 
 @pytest.mark.parametrize("level", BUILDABLE)

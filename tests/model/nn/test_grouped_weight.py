@@ -23,9 +23,19 @@ def _float16(numbers: Tensor) -> Tensor:
 
 def grouped(outputs: int, inputs: int, *, bits: int, has_offset: bool) -> GroupedWeight:
     """Return random grouped weights that use the whole range of the codes."""
-    least, most = (-8, 7) if bits == 4 else (-127, 127)
+    least, most = {4: (-8, 7), 6: (-32, 31), 8: (-127, 127)}[bits]
     generator = torch.Generator().manual_seed(inputs)
     groups = -(-inputs // 32)
+    if bits == 6:
+        blocks, integers = inputs // 256, torch.randint(-128, 128, (outputs, inputs // 16), generator=generator)
+        return GroupedWeight(
+            codes_FI=torch.randint(least, most + 1, (outputs, inputs), generator=generator, dtype=torch.int8),
+            scale_FG=integers.to(torch.int8),
+            offset_FG=integers[:, ::2].to(torch.int8) if has_offset else None,
+            bits=6,
+            factor_FB=(normal(outputs, blocks) / 2**13).half(),
+            offset_factor_FB=(normal(outputs, blocks) / 2**10).half() if has_offset else None,
+        )
     return GroupedWeight(
         codes_FI=torch.randint(least, most + 1, (outputs, inputs), generator=generator, dtype=torch.int8),
         scale_FG=_float16(normal(outputs, groups).abs() / (most * inputs**0.5)),
@@ -71,9 +81,8 @@ def test_zeros_stay_zeros() -> None:
     assert quantize_weight(torch.zeros(3, 40)).dense().eq(0).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("has_offset", [False, True])
-@pytest.mark.parametrize("inputs", [64, 70])
+@pytest.mark.parametrize(("bits", "inputs"), [(4, 64), (4, 70), (8, 70), (6, 512)])
 def test_a_layer_equals_the_product_with_its_weights(bits: int, has_offset: bool, inputs: int) -> None:
     weight, bias_F, x_TE = grouped(53, inputs, bits=bits, has_offset=has_offset), normal(53), normal(5, inputs)
     layer = make_grouped_linear(weight, bias_F)
@@ -81,7 +90,7 @@ def test_a_layer_equals_the_product_with_its_weights(bits: int, has_offset: bool
     expected = nn.functional.linear(rounded_TE * scale_T[:, None], layer.rows(torch.arange(53)), bias_F)
     torch.testing.assert_close(layer(x_TE), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(layer.rows(torch.arange(3, 9)), layer.rows(torch.arange(53))[3:9])
-    if bits == 8:
+    if bits != 4:
         assert torch.equal(layer.rows(torch.arange(53)), weight.dense())
     if has_offset:
         plain = replace(weight, offset_FG=None)
