@@ -133,9 +133,14 @@ def _read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[Serv
     for name, _, directory in (each.partition("=") for each in settings.lora):
         if name in taken:
             raise SettingsError(f"--lora {name}={directory}: {name} is a name of the base model; choose another")
-        key, path = read_adapter(Path(directory), manifest).key, Path(directory).resolve()
-        created_seconds = int(path.stat().st_mtime)
-        yield ServedAdapter(name=name, directory=str(path), key=key, created_seconds=created_seconds)
+        adapter, path = read_adapter(Path(directory), manifest), Path(directory).resolve()
+        yield ServedAdapter(
+            name=name,
+            directory=str(path),
+            key=adapter.key,
+            created_seconds=int(path.stat().st_mtime),
+            num_bytes=adapter.num_bytes,
+        )
 
 
 def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:
