@@ -104,7 +104,7 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
     """
     if settings.strict_config and manifest.config_warnings:
         raise SettingsError(
-            f"{manifest.config_warnings[0]}; --strict-config rejects such a key; remove it, or omit the flag"
+            f"{'; '.join(manifest.config_warnings)}; --strict-config rejects such keys; remove them, or omit the flag"
         )
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
