@@ -220,14 +220,7 @@ def _read_config(path: Path) -> _Config:
         "target_modules", lambda value: is_names(value) and value, "a regular expression or a list of names, not empty"
     )
     excluded = take("exclude_modules", is_names, "a regular expression or a list of names", [])
-    is_index = {int}.__contains__
-    layers = take(
-        "layers_to_transform",
-        lambda value: (
-            value is None or is_index(type(value)) or (isinstance(value, list) and all(map(is_index, map(type, value))))
-        ),
-        "a layer number or a list of layer numbers",
-    )
+    layers = take("layers_to_transform", _is_layers, "a layer number or a list of layer numbers")
     ranks = take("rank_pattern", _all_values(_is_rank), f"an object of integers from 1 to {MAX_RANK}", {})
     alphas = take("alpha_pattern", _all_values(_is_number), "an object of numbers from -1e6 to 1e6", {})
     stabilized = take("use_rslora", lambda value: isinstance(value, bool), "true or false", False)
@@ -251,6 +244,10 @@ def _read_config(path: Path) -> _Config:
 
 def _is_rank(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def _is_layers(value: Any) -> bool:
+    return value is None or all(type(index) is int for index in (value if isinstance(value, list) else [value]))
 
 
 def _is_number(value: Any) -> bool:
