@@ -15,6 +15,7 @@ from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle
 from service.metrics.recorder import Metrics
 from service.preprocess.served_model import ServedModel, read_served_model
+from service.requests.adapters import loading_bytes
 from service.supervisor.api_process import ApiServer
 from service.supervisor.supervisor import StartError, Supervisor, check_port
 from service.supervisor.worker_process import WorkerProcess
@@ -69,6 +70,7 @@ def build_server(
             settings=settings,
             manifest=manifest,
             stamps=stamps_of(manifest.weight_files),
+            adapter_bytes=loading_bytes({adapter.key: adapter.num_bytes for adapter in served.adapters}.values()),
             found={**served.setting_values(settings), "api_keys": keys},
             main_pid=lifecycle.main_pid,
         )

@@ -187,24 +187,29 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
 
 
 def _read_config(path: Path) -> _Config:
-    """Read adapter_config.json. Raises CheckpointError for a key that is not supported or has a wrong value.
+    """Read adapter_config.json. Raises CheckpointError with all keys that are not supported or have a wrong value.
 
     A key that is not supported is ignored if its value is null, false, 0 or empty.
     """
-    values = read_json(path)
+    values, problems = read_json(path), list[str]()
 
     def take(key: str, is_valid: Callable[[Any], bool], wanted: str, default: Any = None) -> Any:
         value = values.pop(key, None)
         value = default if value is None else value
         if not is_valid(value):
-            raise CheckpointError(f"{path}: {key} is {json.dumps(value)}, not {wanted}; correct it")
+            problems.append(f"{key} is {json.dumps(value)}, not {wanted}; correct it")
         return value
+
+    def check() -> None:
+        if problems:
+            raise CheckpointError(f"{path}: {'; '.join(problems)}")
 
     def is_names(value: Any) -> bool:
         is_list = isinstance(value, list) and all(isinstance(name, str) and name for name in value)
         return is_list or isinstance(value, str)
 
     take("peft_type", lambda value: value == "LORA", '"LORA"')
+    check()  # the keys of other methods have other meanings
     rank = take("r", _is_rank, f"an integer from 1 to {MAX_RANK}")
     alpha = take("lora_alpha", _is_number, "a number from -1e6 to 1e6")
     take("bias", lambda value: value == "none", '"none", the only supported value', "none")
@@ -215,21 +220,15 @@ def _read_config(path: Path) -> _Config:
         "target_modules", lambda value: is_names(value) and value, "a regular expression or a list of names, not empty"
     )
     excluded = take("exclude_modules", is_names, "a regular expression or a list of names", [])
-    is_index = {int}.__contains__
-    layers = take(
-        "layers_to_transform",
-        lambda value: (
-            value is None or is_index(type(value)) or (isinstance(value, list) and all(map(is_index, map(type, value))))
-        ),
-        "a layer number or a list of layer numbers",
-    )
+    layers = take("layers_to_transform", _is_layers, "a layer number or a list of layer numbers")
     ranks = take("rank_pattern", _all_values(_is_rank), f"an object of integers from 1 to {MAX_RANK}", {})
     alphas = take("alpha_pattern", _all_values(_is_number), "an object of numbers from -1e6 to 1e6", {})
     stabilized = take("use_rslora", lambda value: isinstance(value, bool), "true or false", False)
-    for key, value in values.items():
-        # A key that is off cannot change the result, whatever it means.
-        if key not in _IGNORED_KEYS and value:
-            raise CheckpointError(f"{path}: {key} is not supported; train the adapter without it")
+    # A key that is off cannot change the result, whatever it means.
+    if unsupported := [key for key, value in values.items() if key not in _IGNORED_KEYS and value]:
+        verb, pronoun = ("is", "it") if len(unsupported) == 1 else ("are", "them")
+        problems.append(f"{', '.join(unsupported)} {verb} not supported; train the adapter without {pronoun}")
+    check()
     return _Config(
         path=path,
         rank=rank,
@@ -245,6 +244,10 @@ def _read_config(path: Path) -> _Config:
 
 def _is_rank(value: Any) -> bool:
     return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def _is_layers(value: Any) -> bool:
+    return value is None or all(type(index) is int for index in (value if isinstance(value, list) else [value]))
 
 
 def _is_number(value: Any) -> bool:

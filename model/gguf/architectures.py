@@ -35,9 +35,11 @@ _NAMES = {
     "final_norm": plain("output_norm"),
     "lm_head": plain("output"),
 }
-_ROTARY_FACTORS = "rope_freqs.weight"  # the scaling of Llama 3: a divisor of each rotary frequency
+_ROTARY_FACTORS = "rope_freqs.weight"  # the scaling of Llama 3 and Gemma 4: a divisor of each rotary frequency
 _LONGROPE_FACTORS = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
 _COMPUTED_TENSORS = (r"rope_freqs\.weight", r"rope_factors_(short|long)\.weight", r"blk\.\d+\.attn_rot_embd\.weight")
+_LAYER_SCALE = "layer_output_scale.weight"
+_SHARED_KV_TENSORS = r"blk\.\d+\.attn_(k|v|k_norm)\.weight"  # of Gemma 4's layers that read those of earlier ones
 _SIZES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -66,14 +68,7 @@ _GPT2_KEYS = {
     "attention.head_count": "n_head",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-_BLOOM_KEYS = {
-    "context_length": "seq_length",
-    "embedding_length": "hidden_size",
-    "block_count": "n_layer",
-    "feed_forward_length": "n_inner",
-    "attention.head_count": "n_head",
-    "attention.layer_norm_epsilon": "layer_norm_epsilon",
-}
+_BLOOM_KEYS = {**_GPT2_KEYS, "context_length": "seq_length", "embedding_length": "hidden_size"}
 _FALCON_KEYS = {
     **_SIZES,
     "feed_forward_length": "ffn_hidden_size",
@@ -87,6 +82,7 @@ _BIAS_KEYS = {
     **dict.fromkeys(("ernie4_5", "starcoder2"), "use_bias"),
     **{"falcon": "bias", "stablelm": "use_qkv_bias"},
 }
+_MLP_SIZES = "gemma4.feed_forward_length"  # a number, or an array: twice as large in layers with shared keys
 _WINDOWS = "attention.sliding_window_pattern"  # an array: true for each layer with a window
 _LLAMA3_LENGTHS = [2**exponent for exponent in range(5, 21)]
 
@@ -127,6 +123,17 @@ _POST_NORM_NAMES = {
     "layers.#.attention_norm": plain("blk.#.post_attention_norm"),
     "layers.#.mlp_norm": plain("blk.#.post_ffw_norm"),
 }
+_GEMMA4_NAMES = {
+    **_NAMES,
+    **_OUT_NORMS,
+    "layers.#": plain("blk.#"),  # layer_scalar
+    "layers.#.layer_input.gate": plain("blk.#.inp_gate"),
+    "layers.#.layer_input.out": plain("blk.#.proj"),
+    "layers.#.layer_input.norm": plain("blk.#.post_norm"),
+    "layer_inputs.embedding": plain("per_layer_token_embd"),
+    "layer_inputs.projection": plain("per_layer_model_proj"),
+    "layer_inputs.norm": plain("per_layer_proj_norm"),
+}
 # Number of layers of the largest Gemma 2 and Gemma 3. These two scale scores by 1/sqrt(hidden size / heads), all others
 # by 1/sqrt(head size), as in llama.cpp.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
@@ -141,6 +148,7 @@ _ARCHITECTURES = {
     "gemma": _llama_like("gemma", _GEMMA_NAMES, hidden_act="gelu_pytorch_tanh"),
     "gemma2": _llama_like("gemma2", _GEMMA_NAMES),
     "gemma3": _llama_like("gemma3_text", _GEMMA_NAMES),
+    "gemma4": _llama_like("gemma4_text", _GEMMA4_NAMES),
     "olmo2": _llama_like("olmo2", _POST_NORM_NAMES),
     "exaone4": _llama_like("exaone4", _POST_NORM_NAMES, sliding_window=None),
     "ernie4_5": _llama_like("ernie4_5", _PAIRED_NAMES),
@@ -154,6 +162,7 @@ _ARCHITECTURES = {
         names=_NAMES,
         values={"hidden_act": "gelu_pytorch_tanh"},
     ),
+    "mistral3": _llama_like("ministral3", _PAIRED_NAMES),
     "smollm3": _llama_like("smollm3", _PAIRED_NAMES),
     "phi3": _llama_like("phi3", {**_GPT_NAMES, "layers.#.mlp.gate_up": plain("blk.#.ffn_up")}),
     "granite": _Architecture(model_type="granite", keys=_GRANITE_KEYS, names=_PAIRED_NAMES, values={}),
@@ -199,8 +208,10 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
         FAMILIES["mistral" if has_window else architecture.model_type],
         names=architecture.names,
         prefix="",
-        ignored_tensors=_COMPUTED_TENSORS,
-        aliases={},
+        ignored_tensors=(*_COMPUTED_TENSORS, *((_SHARED_KV_TENSORS,) if name == "gemma4" else ())),
+        aliases={
+            tensor: tensor.replace(_LAYER_SCALE, "layer_scalar") for tensor in file.tensors if _LAYER_SCALE in tensor
+        },
     )
     return family, convert_config(family, ConfigReader(file.path, values))
 
@@ -234,6 +245,8 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
                 }
             if name in _LARGEST_GEMMA:
                 values |= _gemma_values(name, found, values)
+            if name == "gemma4":
+                values |= _gemma4_values(file, found, values)
     if architecture.model_type == "stablelm":  # the file's key is true for sequential layers too
         found["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in file.tensors
         found["qk_layernorm"] = "blk.0.attn_q_norm.weight" in file.tensors
@@ -265,21 +278,52 @@ def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> d
     return {"query_pre_attn_scalar": size, "rope_parameters": ropes, **pattern}
 
 
+def _gemma4_values(file: GgufFile, found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the config values of Gemma 4 that need a conversion, and remove their keys from `found`.
+
+    Raises CheckpointError if the sizes of the MLPs are neither equal nor twice as large in the layers with shared keys.
+    """
+    head_dim, local_theta = found.pop("attention.key_length_swa", None), found.pop("rope.freq_base_swa", DEFAULT_THETA)
+    for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
+        if found.get(key) == head_dim:  # another value is rejected as an unknown key
+            del found[key]
+    size, shared = values["intermediate_size"], found.pop("attention.shared_kv_layers", 0)
+    sizes = file.numbers(_MLP_SIZES) if _MLP_SIZES in file.arrays else []
+    is_wide = sizes == [size] * (values["num_hidden_layers"] - shared) + [2 * size] * shared
+    if not is_wide and set(sizes) > {size}:
+        raise CheckpointError(
+            f"{file.path}: {_MLP_SIZES} is not doubled in the {shared} layers with shared keys alone, "
+            "which is not implemented; use another model"
+        )
+    return {
+        "head_dim": head_dim,
+        "global_head_dim": values["head_dim"],
+        "rope_parameters": {
+            "full_attention": values["rope_parameters"],
+            "sliding_attention": {"rope_theta": local_theta},
+        },
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": is_wide,
+        "hidden_size_per_layer_input": found.pop("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": values["vocab_size"],
+    }
+
+
 def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
     """Return the metadata whose keys begin with `prefix`, without the prefix, unused keys, and keys with the value 0.
 
-    The array of layers with a window is left out. Any other array must repeat one value, and becomes this value.
-    Raises CheckpointError for an array of different values.
+    The array of layers with a window is left out. Any other array must repeat one value, and becomes this value; of
+    Gemma 4's sizes of MLPs it becomes the first. Raises CheckpointError for another array of different values.
     """
     found = {key.removeprefix(prefix): value for key, value in file.scalars.items() if key.startswith(prefix)}
     for key in file.arrays:
         if key.startswith(prefix) and key != f"{prefix}{_WINDOWS}":
-            values = set(file.numbers(key))
-            if len(values) != 1:
+            values = file.numbers(key)
+            if not values or (len(set(values)) > 1 and key != _MLP_SIZES):
                 raise CheckpointError(
                     f"{file.path}: {key} differs between layers, which is not implemented; use another model"
                 )
-            found[key.removeprefix(prefix)] = values.pop()
+            found[key.removeprefix(prefix)] = values[0]
     for key, value in found.items():
         if isinstance(value, float):  # of float32: 1e-06, not 9.999999974752427e-07
             found[key] = _shortest(value)
@@ -306,6 +350,9 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
         if kind == "yarn":
             betas = {key: found.pop(f"rope.scaling.yarn_{key}", None) for key in ("beta_fast", "beta_slow")}
             betas["attention_factor"] = found.pop("rope.scaling.yarn_attn_factor", None)
+            if (scale := found.pop("rope.scaling.yarn_log_multiplier", None)) is not None:
+                betas |= {"mscale": 1.0, "mscale_all_dim": scale}  # llama.cpp has no other mscale
+            betas["llama_4_scaling_beta"] = found.pop("attention.temperature_scale", None)
             rope |= {"original_max_position_embeddings": original, **betas}
     elif found.get("rope.scaling.factor") == 1:
         del found["rope.scaling.factor"]
@@ -319,7 +366,7 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
                 f"{file.path}: {_ROTARY_FACTORS} has the shape ({len(divisors)},), not {head_dim // 2}; "
                 "convert the model again"
             )
-        rope |= _llama3_scaling(file, divisors, float(rope["rope_theta"]))
+        rope |= _frequency_scaling(file, divisors, float(rope["rope_theta"]))
     if any(name not in file.tensors for name in _LONGROPE_FACTORS.values()):
         return {"rope_parameters": rope}
     rope |= {"rope_type": "longrope", "attention_factor": found.pop("rope.scaling.attn_factor", None)}
@@ -340,14 +387,17 @@ def _numbers(file: GgufFile, name: str) -> list[float]:
         return [_shortest(number) for (number,) in struct.iter_unpack("<f", source.read(4 * header.shape[0]))]
 
 
-def _llama3_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict[str, Any]:
-    """Return the config values of Llama 3's scaling that give the stored divisor of each rotary frequency.
+def _frequency_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict[str, Any]:
+    """Return the config values of the scaling that gives the stored divisor of each rotary frequency.
 
-    The file does not hold these values. All published models have the low and high factors 1 and 4.
-    Empty if all divisors are 1. Raises CheckpointError if no such scaling gives the divisors.
+    The file does not hold these values. Llama 3: all published models have the low and high factors 1 and 4. Gemma 4:
+    the frequencies after the first are 0, their divisors 1e30. Empty if all divisors are 1. Raises CheckpointError if
+    no such scaling gives the divisors.
     """
-    if all(divisor == 1 for divisor in divisors):
+    if (rotated := divisors.count(1.0)) == len(divisors):
         return {}
+    if divisors[rotated:] == [1e30] * (len(divisors) - rotated):
+        return {"rope_type": "proportional", "partial_rotary_factor": math.nextafter(rotated / len(divisors), 2)}
     factor = max(divisors)
     values = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     wavelengths = [2 * math.pi * theta ** (number / len(divisors)) for number in range(len(divisors))]
@@ -357,7 +407,8 @@ def _llama3_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict
         if all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(wanted, divisors, strict=True)):
             return {**values, "original_max_position_embeddings": length}
     raise CheckpointError(
-        f"{file.path}: {_ROTARY_FACTORS} is not a scaling of Llama 3, and no other is implemented; use another model"
+        f"{file.path}: {_ROTARY_FACTORS} is not a scaling of Llama 3 or Gemma 4, and no other is implemented; "
+        "use another model"
     )
 
 

@@ -16,6 +16,7 @@ from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_header
 # Tensors of quantized directories that are not read: scales of inputs, which Kvasir computes for each token.
 _IGNORED_IF_QUANTIZED = (r".*\.(input|activation)_(scale|zero_point)",)
 _MATRICES = ("layers.", "lm_head.", "layer_inputs.projection.")  # beginnings of names of matrices, unlike embeddings
+_LAYER_EMBEDDING = "layer_inputs.embedding.weight"  # of Gemma 4: its rows are only looked up, so it is served as floats
 _CHUNK_BYTES = 2**24
 
 
@@ -81,7 +82,7 @@ def place_tensors(
             has_encoding = len(shape) == 2 and _is_matrix(name, family, encoding)
             parts.append(_find_part(part, shape, found, encoding if has_encoding else None, missing))
         headers = tuple(header for part in parts for header in part.tensors.values())
-        is_plain = all(isinstance(part.encoding, PlainEncoding) for part in parts)
+        is_plain = name == _LAYER_EMBEDDING or all(isinstance(part.encoding, PlainEncoding) for part in parts)
         encoded = () if is_plain else tuple(parts)
         placements[name] = Placement(shape=shapes[name], layout=source.layout, parts=headers, encoded=encoded)
     if family is not None and config.tie_embeddings:
@@ -105,9 +106,9 @@ def place_tensors(
 
 def _is_matrix(name: str, family: ModelFamily | None, encoding: Encoding | None) -> bool:
     """Return whether a matrix may be stored quantized: not a router; an embedding only in GGUF or Kvasir's format."""
-    if name == "token_embedding.weight" and isinstance(encoding, GgufEncoding):
+    if name in ("token_embedding.weight", _LAYER_EMBEDDING) and isinstance(encoding, GgufEncoding):
         return True
-    return not name.endswith("router.weight") and (family is None or name.startswith(("layers.", "lm_head.")))
+    return not name.endswith("router.weight") and (family is None or name.startswith(_MATRICES))
 
 
 def _find_part(

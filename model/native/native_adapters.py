@@ -5,7 +5,9 @@ G groups of inputs, S inputs of a group, side by side, P pieces of a step's rows
 """
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -98,8 +100,10 @@ class NativeAdapters:
     def __contains__(self, key: str) -> bool:
         return key in self._adapters
 
-    def add(self, adapter: Adapter) -> None:
-        self._adapters[adapter.key] = PackedAdapter(adapter, self._config, self._dtype)
+    def pack(self, adapter: Adapter) -> Callable[[], None]:
+        """Pack an adapter, in any thread. Return the function by which the thread that runs steps adds it."""
+        packed = PackedAdapter(adapter, self._config, self._dtype)
+        return partial(self._adapters.__setitem__, adapter.key, packed)
 
     def remove(self, key: str) -> None:
         self._adapters.pop(key, None)

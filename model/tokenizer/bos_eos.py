@@ -19,7 +19,10 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _GGUF_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _GGUF_SPECIAL = (2, 3)  # token types: unknown and control
 # Special tokens that end a turn of a conversation, which files often do not list beside the EOS token.
-_ENDS_OF_TURNS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+_ENDS_OF_TURNS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>"),
+)
+_TOOL_RESPONSE = "<|tool_response>"  # ends a call of a tool in Gemma 4; llama.cpp's converter makes it a visible token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +97,8 @@ def read_gguf_config(file: GgufFile) -> TokenizerConfig:
     roles = {f"{_GGUF_ROLES[role]}_token": tokens[number] for role, number in ids.items()}
     special = {name for name, kind in zip(tokens, types, strict=False) if kind in _GGUF_SPECIAL}
     ends = {number for role in ("eos", "eot", "eom") if (number := token_id(role)) is not None}
-    ends |= {number for number, name in enumerate(tokens) if name in _ENDS_OF_TURNS and name in special}
+    names = special.intersection(_ENDS_OF_TURNS) | {_TOOL_RESPONSE}
+    ends |= {number for number, name in enumerate(tokens) if name in names}
     # Source of the defaults: llama_vocab of llama.cpp.
     is_sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     default_bos = is_sentencepiece or file.text("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "tekken")

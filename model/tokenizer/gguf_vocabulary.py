@@ -1,7 +1,7 @@
 """Tokenizer of a GGUF file, described by the values of a tokenizer.json. Torch-free.
 
-Two models are supported: `gpt2`, byte-level BPE with merges and a named split pattern, and `llama`, SentencePiece's BPE
-with a score for each token. Source: llama-vocab.cpp of llama.cpp.
+Three models are supported: `gpt2`, byte-level BPE with merges and a named split pattern, `llama`, SentencePiece's BPE
+with a score for each token, and `gemma4`, SentencePiece's BPE with merges. Source: llama-vocab.cpp of llama.cpp.
 """
 
 from collections.abc import Mapping, Sequence
@@ -75,10 +75,12 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
             case "gpt2":
                 values = _byte_level_bpe(file, vocabulary)
             case "llama":
-                values = _sentencepiece(file, vocabulary, types)
+                values = _sentencepiece(file, vocabulary, _scored_merges(file, vocabulary, types))
+            case "gemma4":
+                values = _sentencepiece(file, vocabulary, _stored_merges(file))
             case kind:
                 raise TokenizerError(
-                    f"the tokenizer model {kind!r} is not supported; supported are gpt2 and llama; "
+                    f"the tokenizer model {kind!r} is not supported; supported are gpt2, llama and gemma4; "
                     "use a file with one of these"
                 )
         added = [i for i, kind in enumerate(types) if kind == _USER_DEFINED]
@@ -90,33 +92,36 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, 
     name = file.text("tokenizer.ggml.pre") or "default"
     if (split := _SPLITS.get(name)) is None:
         raise TokenizerError(f"tokenizer.ggml.pre: {name!r} is not supported; supported are {', '.join(_SPLITS)}")
-    merges = file.strings("tokenizer.ggml.merges")
-    if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
-        raise TokenizerError(f"expected two tokens in a merge, not {wrong!r}; convert the model again")
     before, after = (
         [{"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in patterns]
         for patterns in (split.before, split.after)
     )
     steps = [*before, *pre_tokenizer_for(split.pattern)["pretokenizers"], *after]
     return {
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": split.whole_first},
+        "model": {
+            "type": "BPE",
+            "vocab": vocabulary,
+            "merges": _stored_merges(file),
+            "ignore_merges": split.whole_first,
+        },
         "normalizer": {"type": "NFC"} if split.composes else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": BYTE_LEVEL_DECODER,
     }
 
 
-def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> dict[str, Any]:
-    scores = file.numbers("tokenizer.ggml.scores")
-    if len(scores) != len(vocabulary):
-        raise TokenizerError(f"{len(scores)} scores for {len(vocabulary)} tokens; convert the model again")
-    if longest := next((token for token in vocabulary if len(token) > _MAX_TOKEN_LENGTH), None):
-        raise TokenizerError(
-            f"the token {longest[:40]!r}… has over {_MAX_TOKEN_LENGTH} characters; use another tokenizer"
-        )
+def _stored_merges(file: GgufFile) -> list[str]:
+    merges = file.strings("tokenizer.ggml.merges")
+    if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
+        raise TokenizerError(f"expected two tokens in a merge, not {wrong!r}; convert the model again")
+    return merges
+
+
+def _sentencepiece(
+    file: GgufFile, vocabulary: Mapping[str, int], merges: Sequence[str | tuple[str, str]]
+) -> dict[str, Any]:
     unknown = file.scalars.get("tokenizer.ggml.unknown_token_id", 0)
     prefix = file.scalars.get("tokenizer.ggml.add_space_prefix", True) is True
-    mergeable = {t: scores[i] for t, i in vocabulary.items() if types[i] in (_NORMAL, _USER_DEFINED)}
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoder = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
@@ -128,7 +133,7 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: Sequenc
         "model": {
             "type": "BPE",
             "vocab": vocabulary,
-            "merges": _merges_of(mergeable, vocabulary),
+            "merges": merges,
             "unk_token": next((token for token, token_id in vocabulary.items() if token_id == unknown), None),
             "fuse_unk": True,
             "byte_fallback": True,
@@ -141,11 +146,19 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], types: Sequenc
     }
 
 
-def _merges_of(scores: Mapping[str, float], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+def _scored_merges(file: GgufFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> list[tuple[str, str]]:
     """Return all pairs of tokens whose texts join to a token: BPE merges, by falling score of the joined token.
 
     Equal scores are in the order of the transformers library.
     """
+    all_scores = file.numbers("tokenizer.ggml.scores")
+    if len(all_scores) != len(vocabulary):
+        raise TokenizerError(f"{len(all_scores)} scores for {len(vocabulary)} tokens; convert the model again")
+    if longest := next((token for token in vocabulary if len(token) > _MAX_TOKEN_LENGTH), None):
+        raise TokenizerError(
+            f"the token {longest[:40]!r}… has over {_MAX_TOKEN_LENGTH} characters; use another tokenizer"
+        )
+    scores = {token: all_scores[i] for token, i in vocabulary.items() if types[i] in (_NORMAL, _USER_DEFINED)}
     pairs = [
         (score, token[:cut], token[cut:])
         for token, score in scores.items()

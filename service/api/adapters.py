@@ -15,10 +15,7 @@ from service.api.attention import RouteDisabled
 from service.api.context import ApiContext
 from service.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from service.protocol.errors import InvalidRequest, ModelNotFound
-from service.requests.adapters import ServedAdapter
-
-# Memory of an adapter while it is loaded, as a multiple of its numbers in float32: its file, and its packed copy.
-_MEMORY_FACTOR = 3
+from service.requests.adapters import ServedAdapter, loading_bytes
 
 
 class Adapters:
@@ -45,6 +42,7 @@ class Adapters:
                     directory=str(directory),
                     key=adapter.key,
                     created_seconds=int(time.time()),
+                    num_bytes=adapter.num_bytes,
                 )
             )
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
@@ -94,7 +92,7 @@ class Adapters:
             # The client sees the path below --lora-dir, not that of the server.
             message = error_line(str(error).replace(f"{self._root()}/", ""))
             raise InvalidRequest(message, param="lora_path") from None
-        needed, free = _MEMORY_FACTOR * adapter.num_bytes, available_memory_bytes()
+        needed, free = loading_bytes([adapter.num_bytes]), available_memory_bytes()
         if needed > free:
             raise InvalidRequest(
                 f"lora_path: loading this adapter takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free; "

@@ -294,7 +294,7 @@ class FamiliesSettings(CommandSettings):
     """
 
     json_: bool = option("view", False)
-    """print JSON"""
+    """print JSON, with the rope types and the names of the passed checks"""
 
 
 class InspectSettings(CheckpointSettings):

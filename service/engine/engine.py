@@ -1,9 +1,9 @@
 """Engine: plans each step, computes it, appends the sampled tokens to their sequences and decodes them to text.
 
-One thread does all of this. Only grammars are compiled, and their token masks computed, in background threads.
+One thread does all of this. Only grammars are compiled, their token masks computed, and LoRA adapters read, in
+background threads.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +12,12 @@ import msgspec
 import torch
 
 from model.checkpoint.lora_adapter import Adapter
-from model.io.files import CheckpointError, first_line
 from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
 from model.sampling.sampler import can_sample_without_host
 from model.tokenizer.interface import Tokenizer
+from service.engine.execution.adapter_loader import AdapterLoader
 from service.engine.execution.cuda_graphs import Capture
 from service.engine.execution.grammar_masks import Grammars
 from service.engine.execution.model_inputs import InputBuilder, ModelInputs
@@ -28,8 +28,6 @@ from service.engine.scheduling.scheduler import EngineConfig, Scheduler, Sequenc
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import ADAPTER_LOST, NON_FINITE, FinishReason, LoadAdapter, StepStats, Submit, TokenDelta
-
-logger = logging.getLogger(__name__)
 
 # Running sequences and tokens per KV block of `complete_batch`.
 _MAX_NUM_RUNNING, _BLOCK_SIZE = 32, 16
@@ -100,12 +98,16 @@ class Engine:
         self._outputs: dict[str, SequenceOutput] = {}  # by uid, until the sequence's ending is reported
         self._rejections: list[TokenDelta] = []
         self._num_submitted = 0
-        self._read_adapter = read_adapter
+        self._loader = None if read_adapter is None else AdapterLoader(read_adapter, runner)
 
     @property
     def has_work(self) -> bool:
-        """True if a sequence is unfinished, an ending is not reported, or a grammar is still being compiled."""
-        return self._scheduler.has_work or bool(self._rejections) or bool(self._grammars.num_held)
+        """True if a sequence is unfinished, an ending is not reported, or a grammar or adapter is still awaited."""
+        return self._scheduler.has_work or bool(self._rejections) or bool(self._num_held)
+
+    @property
+    def _num_held(self) -> int:
+        return self._grammars.num_held + (0 if self._loader is None else self._loader.num_held)
 
     @property
     def max_num_running(self) -> int:
@@ -145,6 +147,10 @@ class Engine:
             if submit.attempt <= known.sequence.attempt:
                 return
             self.cancel(submit.uid)
+        if self._loader is None or not self._loader.hold(submit):
+            self._compile(submit)
+
+    def _compile(self, submit: Submit) -> None:
         if submit.grammar is None or not self._grammars.hold(submit):
             self._enqueue(submit)
 
@@ -186,31 +192,23 @@ class Engine:
             self._scheduler.finish_uncomputed(sequence, FinishReason.STOP, stop)
 
     def load_adapter(self, command: LoadAdapter) -> None:
-        """Read an adapter, unless it is loaded, and keep it until `unload_adapter`.
+        """Begin to load an adapter, unless it is loaded, and keep it until `unload_adapter`.
 
         If the adapter cannot be read, no exception is raised: sequences that use it end with ADAPTER_LOST.
         """
-        assert self._read_adapter is not None
-        if command.key in self._runner.adapters:
-            return
-        try:
-            adapter = self._read_adapter(Path(command.directory))
-            if adapter.key != command.key:
-                raise CheckpointError(
-                    f"{command.directory}: the adapter's files have changed since the service read them; unload the "
-                    "adapter and load it again"
-                )
-            self._runner.adapters.add(adapter)
-        except (CheckpointError, MemoryError, torch.OutOfMemoryError) as error:
-            logger.error("an adapter could not be loaded, so its requests fail: %s", first_line(error))
+        assert self._loader is not None
+        self._loader.load(command)
 
     def unload_adapter(self, key: str) -> None:
         """Free an adapter. Call only when no sequence uses it. Unknown keys are ignored."""
-        self._runner.adapters.remove(key)
+        assert self._loader is not None
+        self._loader.unload(key)
 
     def cancel(self, uid: str) -> None:
         """Cancel a sequence: its blocks are freed, and no further events follow. Unknown uids are ignored."""
         self._grammars.forget(uid)
+        if self._loader is not None:
+            self._loader.forget(uid)
         output = self._outputs.pop(uid, None)
         if output is not None:
             self._scheduler.finish(output.sequence, FinishReason.ABORT)
@@ -221,7 +219,10 @@ class Engine:
         before: called before the computation with uid and attempt of each sequence computed for the first time.
         """
         began = time.perf_counter()
-        for submit in self._grammars.take_compiled(may_wait=not (self._scheduler.has_work or self._rejections)):
+        is_idle = not (self._scheduler.has_work or self._rejections)
+        for submit in () if self._loader is None else self._loader.take_loaded(may_wait=is_idle):
+            self._compile(submit)
+        for submit in self._grammars.take_compiled(may_wait=is_idle):
             self._enqueue(submit)
         ended = self._scheduler.take_ended()
         plan, read = self._plan, self._launched
@@ -332,7 +333,7 @@ class Engine:
         return StepStats(
             num_running=self._scheduler.num_running,
             max_num_running=self._scheduler.max_num_running,
-            num_waiting=self._scheduler.num_waiting + self._grammars.num_held,
+            num_waiting=self._scheduler.num_waiting + self._num_held,
             num_blocks=num_blocks,
             num_free_blocks=num_free,
             kv_usage=1 - num_free / num_blocks,

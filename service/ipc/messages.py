@@ -25,7 +25,7 @@ class FinishReason(StrEnum):
 # `Finish.error` of a sequence for which the model computed NaN or infinity. A retry of the request fails the same way.
 NON_FINITE = "the model computed NaN or infinity for this request; change its prompt, or ask for another model"
 # `Finish.error` of a sequence whose adapter the worker could not read, though the API process had read it.
-ADAPTER_LOST = "the files of this adapter are missing or have changed; unload the adapter and load it again"
+ADAPTER_LOST = "the files of this adapter are missing or have changed; restore them, or load the adapter again"
 
 
 class Pooling(StrEnum):

@@ -104,7 +104,7 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
     """
     if settings.strict_config and manifest.config_warnings:
         raise SettingsError(
-            f"{manifest.config_warnings[0]}; --strict-config rejects such a key; remove it, or omit the flag"
+            f"{'; '.join(manifest.config_warnings)}; --strict-config rejects such keys; remove them, or omit the flag"
         )
     ids = {"bos_token": tokenizer.bos_token_id, "eos_token": next(iter(tokenizer.eos_token_ids), None)}
     texts = {name: tokenizer.format_token_name(token_id) for name, token_id in ids.items() if token_id is not None}
@@ -133,9 +133,14 @@ def _read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[Serv
     for name, _, directory in (each.partition("=") for each in settings.lora):
         if name in taken:
             raise SettingsError(f"--lora {name}={directory}: {name} is a name of the base model; choose another")
-        key, path = read_adapter(Path(directory), manifest).key, Path(directory).resolve()
-        created_seconds = int(path.stat().st_mtime)
-        yield ServedAdapter(name=name, directory=str(path), key=key, created_seconds=created_seconds)
+        adapter, path = read_adapter(Path(directory), manifest), Path(directory).resolve()
+        yield ServedAdapter(
+            name=name,
+            directory=str(path),
+            key=adapter.key,
+            created_seconds=int(path.stat().st_mtime),
+            num_bytes=adapter.num_bytes,
+        )
 
 
 def read_defaults(settings: ModelSettings, directory: Path) -> RequestDefaults:

@@ -1,7 +1,7 @@
 """LoRA adapters of the service: their names, and the adapters that workers must keep for unfinished requests."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from service.ipc.messages import Command, LoadAdapter, UnloadAdapter
@@ -13,12 +13,22 @@ class ServedAdapter:
     """LoRA adapter that requests can name as their model. `key`: digest of the adapter's files.
 
     created_seconds: time of loading, or of the last change of a --lora directory, in seconds since 1970.
+    num_bytes: size of its numbers in float32.
     """
 
     name: str
     directory: str
     key: str
     created_seconds: int
+    num_bytes: int
+
+
+def loading_bytes(sizes: Collection[int]) -> int:
+    """Return the memory in which a worker loads adapters of these sizes (`ServedAdapter.num_bytes`), one by one.
+
+    While an adapter is loaded, its file and its packed copy are in memory too.
+    """
+    return sum(sizes) + 2 * max(sizes, default=0)
 
 
 class AdapterRegistry:

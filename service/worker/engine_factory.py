@@ -320,7 +320,7 @@ def _plan(
     """Plan the memory that the first worker of a CPU server leaves to other processes; 0 bytes in all other cases."""
     if server is None or server.num_blocks or resolved.context.device.type != "cpu":
         return MemoryPlan(reserved_bytes=0, has_standby=server is not None and server.standby)
-    return plan_memory(_loaded_model(manifest, resolved), settings, standby=server.standby)
+    return plan_memory(_loaded_model(manifest, resolved), settings, server)
 
 
 def _loaded_model(manifest: Manifest, resolved: _ResolvedSettings) -> LoadedModel:

@@ -1,8 +1,8 @@
 """Memory that a server on a CPU needs besides the KV-cache. This module does not import torch.
 
 The processes of a server share one memory limit, so the first worker plans for all processes. Memory in use after its
-imports is measured. To this the plan adds weights, the largest step, the KV-cache of one context of at most 1,024
-tokens, the API process, and a standby worker as large as the worker's imports.
+imports is measured. To this the plan adds weights, the LoRA adapters of --lora, the largest step, the KV-cache of one
+context of at most 1,024 tokens, the API process, and a standby worker as large as the worker's imports.
 """
 
 import logging
@@ -51,6 +51,7 @@ class ServerNeeds(NamedTuple):
 
     standby: bool  # a standby worker is wanted
     num_blocks: int  # KV-cache blocks of the first worker on a CPU, which a replacement gets too; 0 for the first
+    adapter_bytes: int = 0  # memory in which the adapters of --lora are loaded, after the model
 
 
 class LoadedModel(NamedTuple):
@@ -93,7 +94,7 @@ def step_bytes(config: ModelConfig, max_batched_tokens: int) -> int:
     return round(_STEP_MARGIN * max_batched_tokens * token_bytes) + _RESULT_BYTES
 
 
-def plan_memory(model: LoadedModel, settings: ModelSettings, *, standby: bool) -> MemoryPlan:
+def plan_memory(model: LoadedModel, settings: ModelSettings, server: ServerNeeds) -> MemoryPlan:
     """Return the memory plan of a server, called in the first worker before it loads the model.
 
     A wanted standby worker that does not fit is omitted, with a warning.
@@ -102,11 +103,11 @@ def plan_memory(model: LoadedModel, settings: ModelSettings, *, standby: bool) -
         ValueError: the server would run out of memory.
     """
     available, limit = available_memory_bytes(), memory_limit_bytes()
-    reserved = step_bytes(model.config, settings.max_batched_tokens) + _SERVICE_BYTES
+    reserved = step_bytes(model.config, settings.max_batched_tokens) + _SERVICE_BYTES + server.adapter_bytes
     needed = model.weight_bytes + reserved + round(model.short_cache_bytes / _CACHE_SHARE)
     if needed > available:
-        raise ValueError(_too_little(needed, available, limit))
-    standby_bytes = own_anonymous_bytes() if standby else 0
+        raise ValueError(_too_little(needed, available, limit, server.adapter_bytes))
+    standby_bytes = own_anonymous_bytes() if server.standby else 0
     if needed + standby_bytes > available:
         logger.warning(
             "no standby worker: memory is short by %d MiB; replacing a dead worker will take longer; "
@@ -114,19 +115,22 @@ def plan_memory(model: LoadedModel, settings: ModelSettings, *, standby: bool) -
             _mebibytes(needed + standby_bytes - available),
         )
         return MemoryPlan(reserved, has_standby=False)
-    return MemoryPlan(reserved + standby_bytes, has_standby=standby)
+    return MemoryPlan(reserved + standby_bytes, has_standby=server.standby)
 
 
-def _too_little(needed: int, available: int, limit: int | None) -> str:
+def _too_little(needed: int, available: int, limit: int | None, adapter_bytes: int) -> str:
     """Return the error message of a server that does not fit into memory, with remedies."""
-    smaller = "lower --max-batched-tokens, or use a smaller model"
+    model, smaller = "this model needs", "lower --max-batched-tokens, or use a smaller model"
+    if adapter_bytes:
+        model = f"this model needs, with {_mebibytes(adapter_bytes)} MiB for LoRA adapters,"
+        smaller = "give fewer adapters by --lora, lower --max-batched-tokens, or use a smaller model"
     if limit is None:
         return (
-            f"{available // _MIB} MiB of memory are available and this model needs at least {_mebibytes(needed)} MiB: "
+            f"{available // _MIB} MiB of memory are available and {model} at least {_mebibytes(needed)} MiB: "
             f"free memory, {smaller}"
         )
     return (
-        f"the memory limit is {limit // _MIB} MiB and this model needs at least "
+        f"the memory limit is {limit // _MIB} MiB and {model} at least "
         f"{_mebibytes(limit - available + needed)} MiB: raise the limit (docker --memory, MEMORY in compose), {smaller}"
     )
 

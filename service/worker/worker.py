@@ -73,6 +73,7 @@ class WorkerOrder:
     settings: ServeSettings
     manifest: Manifest
     stamps: Stamps  # of the weight files, when the service started
+    adapter_bytes: int  # memory in which the adapters of --lora are loaded
     found: Mapping[str, object]  # values that main has chosen for "auto" settings, by name
     main_pid: int
 
@@ -249,7 +250,11 @@ class Worker:
         from service.worker.engine_factory import build_engine
 
         lifecycle = self.lifecycle
-        server = ServerNeeds(standby=self.settings.standby, num_blocks=lifecycle.num_blocks.value)
+        server = ServerNeeds(
+            standby=self.settings.standby,
+            num_blocks=lifecycle.num_blocks.value,
+            adapter_bytes=self.order.adapter_bytes,
+        )
         engine, facts = build_engine(self.settings, self.manifest, server=server)
         if not lifecycle.num_blocks.value:
             lifecycle.num_blocks.value = facts.num_blocks

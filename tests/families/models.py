@@ -307,12 +307,18 @@ CASES: dict[str, Case] = {
     ),
     "ministral3": Case(
         "ministral3",
-        {"rope_parameters": {**YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.5}},
+        {
+            "rope_parameters": {
+                **YARN,
+                **{"original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 0.5},
+                "llama_4_scaling_beta": 0.5,
+            }
+        },
     ),
     "ministral3 windows tied": Case(
         "ministral3",
         {
-            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+            "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.0},
             "sliding_window": WINDOW,
             "tie_word_embeddings": True,
         },

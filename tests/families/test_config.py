@@ -218,6 +218,17 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another head": ({"architectures": ["LlamaForSequenceClassification"]}, "supported only as LlamaForCausalLM"),
     "unknown key": ({"use_magic": True}, "use_magic=True: unknown key; remove it if"),
+    "several keys": (
+        {
+            "model_type": "gemma4_text",
+            "enable_moe_block": True,
+            "attention_k_eq_v": True,
+            "x": 1,
+            "y": 2,
+            "mlp_bias": True,
+        },
+        "enable_moe_block=True: a mix.*; attention_k_eq_v=True: keys .*; x=1, y=2: unknown key; .*; mlp_bias=True: not",
+    ),
     "activation": ({"hidden_act": "relu2"}, "hidden_act='relu2': supported are silu"),
     "activation of gpt2": (
         {"model_type": "gpt2", "activation_function": "quick_gelu"},

@@ -36,6 +36,7 @@ def test_the_command_lists_every_family(capsys: pytest.CaptureFixture[str]) -> N
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split()[0] == "model_type"
     assert [line.split()[0] for line in lines] == list(FAMILIES)
+    assert max(map(len, [head, *lines])) <= 100
     assert main(["families", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert [family["model_type"] for family in values] == list(FAMILIES)

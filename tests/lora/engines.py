@@ -1,13 +1,13 @@
 """Engines with LoRA adapters, and what they return for requests: token ids and logprobs."""
 
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
 
-from model.checkpoint.lora_adapter import read_adapter
+from model.checkpoint.lora_adapter import Adapter, read_adapter
 from model.checkpoint.manifest import read_manifest
 from model.nn.transformer import Transformer
 from model.tokenizer.interface import Tokenizer
@@ -21,7 +21,10 @@ TOKENIZER = train_bpe([], 257)
 
 
 class AdaptedEngine:
-    """Engine of a base model with adapters by name, and the logprobs and ids that it returns by uid."""
+    """Engine of a base model with adapters by name, and the logprobs and ids that it returns by uid.
+
+    read_when: adapters are read when this event is set; None: at once.
+    """
 
     def __init__(
         self,
@@ -29,19 +32,32 @@ class AdaptedEngine:
         base: Path,
         adapters: Mapping[str, Path],
         tokenizer: Tokenizer = TOKENIZER,
+        *,
+        read_when: Event | None = None,
         **config: Any,
     ) -> None:
         self.base = base
         values = {"block_size": 4, "num_blocks": 1500, "max_num_running": 64, "max_batched_tokens": 512, **config}
-        read = partial(read_adapter, manifest=read_manifest(base))
+        manifest = read_manifest(base)
+
+        def read(directory: Path) -> Adapter:
+            if read_when is not None:
+                read_when.wait()
+            return read_adapter(directory, manifest)
+
         self.engine = Engine(model, tokenizer, EngineConfig(**values), read_adapter=read)
         self.keys = {"": ""}
-        for name, directory in adapters.items():
-            self.load(name, directory)
         self.num_cached: dict[str, int] = {}
         self.largest_batch = 0
+        for name, directory in adapters.items():
+            self.load(name, directory)
 
     def load(self, name: str, directory: Path) -> None:
+        """Load an adapter, and wait until it is loaded."""
+        self.begin_load(name, directory)
+        self.run(self.submit_of(f"load {name}", name, [0], max_tokens=1))
+
+    def begin_load(self, name: str, directory: Path) -> None:
         self.keys[name] = key = read_adapter(directory, read_manifest(self.base)).key
         self.load_key(key, directory)
 

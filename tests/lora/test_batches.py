@@ -1,6 +1,7 @@
 """Adapters in one batch: each request equals its merged model, and does not depend on the rest of the batch."""
 
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,35 @@ def test_an_adapter_whose_files_have_changed_ends_its_requests_and_no_others(
     with pytest.raises(AssertionError, match="missing or have changed"):
         engine.run(failing)
     assert len(engine.run(plain)["plain"]) == 8
+    write_adapter(directory, base, TARGETS, seed=1)  # the files are back
+    assert len(engine.run(engine.submit_of("again", "changed", [1, 2]))["again"]) == 8
+
+
+def test_steps_go_on_while_an_adapter_is_loaded(directories: dict[str, Path]) -> None:
+    base, may_read = directories[""], threading.Event()
+    engine = AdaptedEngine(load(base, ATTENTION), base, {}, read_when=may_read)
+    engine.begin_load("a1", directories["a1"])
+    held, cancelled = (engine.submit_of(uid, "a1", [1, 2]) for uid in ("held", "cancelled"))
+    plain = engine.submit_of("plain", "", [1, 2])
+    for submit in (held, cancelled, plain):
+        engine.engine.submit(submit)
+    engine.engine.cancel("cancelled")
+    events = [event for _ in range(20) for event in engine.engine.step().events]
+    assert {event.uid for event in events} == {"plain"}
+    assert events[-1].finish is not None
+    assert engine.engine.has_work
+    may_read.set()
+    assert engine.run().keys() == {"held"}
+
+
+def test_an_adapter_unloaded_while_it_is_loaded_is_not_kept(directories: dict[str, Path]) -> None:
+    base, may_read = directories[""], threading.Event()
+    engine = AdaptedEngine(load(base, ATTENTION), base, {}, read_when=may_read)
+    engine.begin_load("a1", directories["a1"])
+    engine.engine.unload_adapter(engine.keys["a1"])
+    may_read.set()
+    with pytest.raises(AssertionError, match="missing or have changed"):
+        engine.run(engine.submit_of("x", "a1", [1, 2]))
 
 
 def test_a_freed_adapter_can_be_loaded_again(directories: dict[str, Path]) -> None:

@@ -89,6 +89,11 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "saved modules": (change_config(modules_to_save=["lm_head"]), "modules_to_save is not supported"),
     "another method": (change_config(peft_type="IA3"), 'peft_type is "IA3", not "LORA"'),
     "a changed base": (change_config(init_lora_weights="pissa"), 'init_lora_weights is "pissa"'),
+    "several keys": (
+        change_config(r=0, bias="all", use_dora=True, new_trick=3),
+        'r is 0, not an integer from 1 to 1024; correct it; bias is "all", not "none", the only supported value; '
+        "correct it; use_dora, new_trick are not supported; train the adapter without them",
+    ),
     "an unknown key": (change_config(new_trick=3), "new_trick is not supported"),
     "a bad pattern": (change_config(target_modules="(q_proj"), "the pattern '(q_proj' is not a regular expression"),
     "a slow pattern": (change_config(target_modules=r"(.|\w|\S)*[^\w.]"), "takes too long"),

@@ -23,8 +23,7 @@ _UNUSED_KEYS = (
 
 def _read_config(reader: ConfigReader) -> ModelConfig:
     width, heads = reader.size_of(("hidden_size", "n_embed"), 64), reader.size_of(("n_head", "num_attention_heads"), 8)
-    if reader.flag("apply_residual_connection_post_layernorm", False):
-        reader.reject("apply_residual_connection_post_layernorm", True, "not implemented; use a checkpoint without it")
+    reader.check_off("apply_residual_connection_post_layernorm", "not implemented; use a checkpoint without it")
     if (inner := reader.optional_size("n_inner", None)) not in (None, 4 * width):
         reader.reject("n_inner", inner, f"this family has {4 * width}, 4 times the hidden size; correct the config")
     for key in _UNUSED_KEYS:

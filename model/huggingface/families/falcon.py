@@ -46,16 +46,15 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _reject_other_layers(reader: ConfigReader) -> None:
-    """Raise CheckpointError for layers as in Falcon 40B, 180B and Falcon 2 11B, and positions as in Falcon RW.
+    """Note keys of layers as in Falcon 40B, 180B and Falcon 2 11B, and positions as in Falcon RW.
 
     Layers with a residual after the norm are rejected too. Falcon 40B has k and v between groups of q. Falcon RW's
     ALiBi biases are rounded to bfloat16 at each key's position, so the bias of a distance depends on the position.
     """
     for key in ("new_decoder_architecture", "alibi", "apply_residual_connection_post_layernorm"):
-        if reader.flag(key, False):
-            reader.reject(key, True, "not implemented; use a checkpoint without it, such as Falcon 7B")
+        reader.check_off(key, "not implemented; use a checkpoint without it, such as Falcon 7B")
     if (norms := reader.optional_size("num_ln_in_parallel_attn", None)) not in (None, 1):
-        reader.reject("num_ln_in_parallel_attn", norms, "not implemented; use a checkpoint without it")
+        reader.note("num_ln_in_parallel_attn", norms, "not implemented; use a checkpoint without it, such as Falcon 7B")
 
 
 FALCON = ModelFamily(

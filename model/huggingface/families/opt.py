@@ -18,7 +18,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
     width, heads = reader.size("hidden_size", 768), reader.size("num_attention_heads", 12)
     for key, needed in _FLAGS.items():
         if (flag := reader.flag(key, needed)) is not needed:
-            reader.reject(key, flag, "not implemented; use a checkpoint with another value")
+            reader.note(key, flag, "not implemented; use a checkpoint with another value")
     if (inner := reader.optional_size("word_embed_proj_dim", None)) not in (None, width):
         reader.reject(
             "word_embed_proj_dim",

@@ -11,8 +11,7 @@ from model.huggingface.families.reading.reader import ConfigReader
 
 def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     for key, what in (("use_parallel_residual", "parallel layers"), ("qk_layernorm", "a norm for each head")):
-        if reader.flag(key, False):
-            reader.reject(key, True, f"{what}, as in StableLM 2 12B, is not implemented; use another checkpoint")
+        reader.check_off(key, f"{what}, as in StableLM 2 12B, is not implemented; use another checkpoint")
     return {
         "norm": NormKind.LAYER_NORM,
         "norm_eps": reader.number("layer_norm_eps", 1e-5),

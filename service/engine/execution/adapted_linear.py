@@ -4,7 +4,8 @@ Legend: T packed tokens, E inputs, F outputs, R rank, X tokens with one adapter.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ class AdaptedLinear(nn.Module):
 
 
 class LinearAdapters:
-    """Adapters of a `Transformer` by key. The first `add` replaces the layers' linear modules by `AdaptedLinear`."""
+    """Adapters of a `Transformer` by key. The first one replaces the layers' linear modules by `AdaptedLinear`."""
 
     def __init__(self, model: Transformer) -> None:
         self._model, self._device = model, model.token_embedding.weight.device
@@ -48,16 +49,21 @@ class LinearAdapters:
     def __contains__(self, key: str) -> bool:
         return key in self._adapters
 
-    def add(self, adapter: Adapter) -> None:
+    def pack(self, adapter: Adapter) -> Callable[[], None]:
+        """Move an adapter to the device, in any thread. Return the function by which the step thread adds it."""
+        matrices = {
+            name: (torch.from_numpy(low.down_RI).to(self._device), torch.from_numpy(low.up_FR).to(self._device))
+            for name, low in adapter.matrices.items()
+        }
+        return partial(self._add, adapter.key, matrices)
+
+    def _add(self, key: str, matrices: Matrices) -> None:
         if not self._is_prepared:
             for number in range(len(self._model.layers)):
                 for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.up", "mlp.down"):
                     self._replace(f"layers.{number}.{name}")
             self._is_prepared = True
-        self._adapters[adapter.key] = {
-            name: (torch.from_numpy(low.down_RI).to(self._device), torch.from_numpy(low.up_FR).to(self._device))
-            for name, low in adapter.matrices.items()
-        }
+        self._adapters[key] = matrices
 
     def remove(self, key: str) -> None:
         self._adapters.pop(key, None)

@@ -17,6 +17,8 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gpt_neox": "gptneox",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "ministral3": "mistral3",
     "cohere": "command-r",
     "hunyuan_v1_dense": "hunyuan-dense",
     "olmo3": "olmo2",
@@ -57,6 +59,7 @@ _LAYER_NAMES = {
         for x in ("gate", "up", "down")
     },
 }
+_ONE_ADDED = ("gemma", "gemma2", "gemma3_text")
 _OUT_NORMS = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
 _OTHER_NAMES = {
     "olmo2": _OUT_NORMS,
@@ -65,6 +68,14 @@ _OTHER_NAMES = {
     "bloom": {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"},
     "gemma2": _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
     "gemma3_text": _OUT_NORMS | {"pre_feedforward_layernorm": "ffn_norm"},
+    "gemma4_text": _OUT_NORMS
+    | {
+        "pre_feedforward_layernorm": "ffn_norm",
+        "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj",
+        "post_per_layer_input_norm": "post_norm",
+        "layer_scalar": "layer_output_scale",
+    },
 }
 _NAMES = {
     "embed_tokens": "token_embd",
@@ -72,6 +83,9 @@ _NAMES = {
     "word_embeddings": "token_embd",
     "word_embeddings_layernorm": "token_embd_norm",
     "embed_in": "token_embd",
+    "embed_tokens_per_layer": "per_layer_token_embd",
+    "per_layer_model_projection": "per_layer_model_proj",
+    "per_layer_projection_norm": "per_layer_proj_norm",
     "wpe": "position_embd",
     "norm": "output_norm",
     "ln_f": "output_norm",
@@ -102,6 +116,7 @@ def write_model(
         left_out: name of a tensor that is not written.
     """
     config = model.config
+    config.allow_global_per_layer_attribute_access = True  # of the heads' size, which differs in Gemma 4
     family = config.model_type
     writer = gguf.GGUFWriter(path, ARCHITECTURES.get(family, family))
     if name is not None:
@@ -204,6 +219,9 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
         writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+    if family == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     if rope["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", _llama3_divisors(rope, head_dim))
     if rope["rope_type"] == "longrope":
@@ -219,6 +237,9 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_layer_norm_eps(config.norm_epsilon)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if family == "gemma4_text":
+        _write_gemma4(writer, config)
+        return
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_vocab_size(config.vocab_size)
@@ -251,6 +272,27 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_logit_scale(config.logits_scaling)
 
 
+def _write_gemma4(writer: gguf.GGUFWriter, config: Any) -> None:
+    layers, shared, size = config.num_hidden_layers, config.num_kv_shared_layers, config.intermediate_size
+    writer.add_feed_forward_length([size] * (layers - shared) + [2 * size] * shared)
+    writer.add_shared_kv_layers(shared)
+    writer.add_embedding_length_per_layer_input(config.hidden_size_per_layer_input)
+    writer.add_sliding_window(config.sliding_window)
+    writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config.layer_types])
+    writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    size = config.per_layer_config[layers - 1].head_dim
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_key_length_swa(config.head_dim)
+    writer.add_value_length_swa(config.head_dim)
+    writer.add_rope_dimension_count_swa(config.head_dim)
+    writer.add_rope_freq_base_swa(config.rope_parameters["sliding_attention"]["rope_theta"])
+    rotated = int(size // 2 * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    divisors = np.array([1.0] * rotated + [1e30] * (size // 2 - rotated), np.float32)
+    writer.add_tensor("rope_freqs.weight", divisors)
+
+
 def _write_longrope(writer: gguf.GGUFWriter, config: Any) -> None:
     rope, original = config.rope_parameters, config.original_max_position_embeddings
     usual = np.sqrt(1 + np.log(config.max_position_embeddings / original) / np.log(original))
@@ -278,6 +320,8 @@ def _llama3_divisors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
 
 def _gguf_name(family: str, name: str) -> tuple[str, str]:
     part, _, kind = name.rpartition(".")
+    if kind == "layer_scalar":
+        part, kind = name, "weight"
     part = part.removeprefix("model.").removeprefix("transformer.").removeprefix("gpt_neox.")
     if part in _NAMES:
         return _NAMES[part], kind
@@ -289,14 +333,15 @@ def _gguf_name(family: str, name: str) -> tuple[str, str]:
 def _as_stored(config: Any, name: str, kind: str, tensor: Tensor) -> Tensor:
     """Return a tensor in the order of rows and with the numbers of GGUF."""
     family, part = config.model_type, name.split(".")[-1]
-    if family.startswith("gemma") and part.endswith("norm"):
+    if family in _ONE_ADDED and part.endswith("norm"):
         return tensor + 1
     if family == "gpt2" and kind == "weight" and tensor.dim() == 2 and name.startswith("blk"):
         return tensor.T.contiguous()
     if part == "attn_qkv" and family in ("gpt_neox", "bloom"):
         heads = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return heads.transpose(0, 1).reshape(tensor.shape)
-    if family in ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe") and part in ("attn_q", "attn_k"):
+    is_paired = family in ("llama", "mistral", "ministral3", "mixtral", "smollm3", "granite", "granitemoe")
+    if is_paired and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         halves = tensor.view(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
         return halves.transpose(1, 2).reshape(tensor.shape)
@@ -314,8 +359,8 @@ def as_file(path: Path, model: transformers.PreTrainedModel) -> transformers.Pre
             continue
         # The inverse of a permutation: where `_as_stored` puts each row.
         order = torch.arange(tensor.numel()).view(tensor.shape)
-        is_gemma = config.model_type.startswith("gemma")
-        places = order if is_gemma else _as_stored(config, new, kind, order)
-        numbers = torch.from_numpy(np.array(stored)).float() - float(is_gemma and "norm" in new)
+        has_one_added = config.model_type in _ONE_ADDED
+        places = order if has_one_added else _as_stored(config, new, kind, order)
+        numbers = torch.from_numpy(np.array(stored)).float() - float(has_one_added and "norm" in new)
         tensor.view(-1)[places.reshape(-1)] = numbers.reshape(-1)
     return model

@@ -50,9 +50,12 @@ EXPRESSIBLE = (
         "stablelm",
         "starcoder2",
     ),
-    *("qwen3_moe", "mixtral", "olmoe probabilities", "granitemoe"),
+    *("qwen3_moe", "mixtral", "olmoe probabilities", "granitemoe", "gemma4", "ministral3"),
 )
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}  # whole blocks of 256 numbers
+
+EXPERT_SIZES = {"hidden_size": 64, "moe_intermediate_size": 96}
+LAYER_INPUT_SIZES = {"hidden_size": 64, "hidden_size_per_layer_input": 64, "tie_word_embeddings": False}
 
 
 def assert_parity(ours: Transformer, model: torch.nn.Module, tolerance: float = TOLERANCE) -> None:
@@ -93,13 +96,22 @@ def test_logits_equal_those_of_transformers(tmp_path: Path, case: str, record_pr
     assert_parity(load(write_model(tmp_path / "m.gguf", model)), model)
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_1"])
-def test_quantized_experts_stay_quantized(tmp_path: Path, type_name: str) -> None:
-    model = CASES["qwen3_moe"].build(hidden_size=64, moe_intermediate_size=96)
+@pytest.mark.parametrize(
+    ("case", "sizes", "part", "num_kept", "type_name"),
+    [
+        ("qwen3_moe", EXPERT_SIZES, "experts", 2 * 3 * 6, "Q8_0"),  # two matrices of each expert of each layer
+        ("qwen3_moe", EXPERT_SIZES, "experts", 2 * 3 * 6, "Q4_1"),
+        ("gemma4", LAYER_INPUT_SIZES, "layer_input", 1 + 2 * 5, "Q4_0"),  # a projection, and two matrices of each layer
+    ],
+)
+def test_quantized_matrices_of_a_part_stay_quantized(
+    tmp_path: Path, case: str, sizes: dict[str, int], part: str, num_kept: int, type_name: str
+) -> None:
+    model = CASES[case].build(**sizes)
     path = write_model(tmp_path / "m.gguf", model, type_name=type_name)
     ours = load(path)
-    kept = [name for name, module in ours.named_modules() if isinstance(module, GroupedLinear) and "experts" in name]
-    assert len(kept) == 2 * 3 * 6  # two matrices of each expert of each layer
+    kept = [name for name, module in ours.named_modules() if isinstance(module, GroupedLinear) and part in name]
+    assert len(kept) == num_kept
     floats = load_as_floats(path)
     ids = texts()[0]
     metadata = AttentionMetadata.uncached((len(ids),))
@@ -200,7 +212,7 @@ def test_scores_of_the_largest_gemma_are_scaled_by_hidden_size_over_heads(
 
 def test_a_scaling_that_is_not_llama3s_is_rejected(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=np.array([1, 2, 1, 2], np.float32))
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not a scaling of Llama 3"):
+    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight is not a scaling of Llama 3 or Gemma 4"):
         read_manifest(path)
 
 

@@ -1,5 +1,6 @@
 """Tokenizers of GGUF files give the ids of the tokenizers from which the files were made."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def assert_same(ours: Tokenizer, library: Library) -> None:
 def test_byte_level_texts_have_the_ids_of_the_original(tmp_path: Path, pre: str) -> None:
     library = BYTE_LEVEL[pre]()
     assert_same(load_tokenizer(write(tmp_path / "t.gguf", byte_level(library, pre))), library)
+
+
+def test_sentencepiece_texts_with_stored_merges_have_the_ids_of_the_original(tmp_path: Path) -> None:
+    library = makers.gemma()
+    merges = [" ".join(pair) for pair in json.loads(library.to_str())["model"]["merges"]]
+    metadata = sentencepiece(library, model="gemma4", merges=merges, add_space_prefix=False, add_bos_token=True)
+    ours = load_tokenizer(write(tmp_path / "t.gguf", metadata))
+    assert_same(ours, library)
+    assert (ours.bos_token_id, ours.eos_token_ids) == (1, (2,))
 
 
 @pytest.mark.parametrize("name", SENTENCEPIECE)
@@ -122,7 +132,7 @@ def test_files_beside_the_gguf_file_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"model": "t5"}, "the tokenizer model 't5' is not supported; supported are gpt2 and llama"),
+        ({"model": "t5"}, "the tokenizer model 't5' is not supported; supported are gpt2, llama and gemma4"),
         ({"model": 3}, "tokenizer.ggml.model must be a string"),
         ({"pre": "unheard"}, "tokenizer.ggml.pre: 'unheard' is not supported; supported are gpt-2, default"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "2 tokens, 1 of them distinct, and 2 types"),

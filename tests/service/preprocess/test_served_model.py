@@ -56,7 +56,7 @@ def test_ignored_keys_of_config_json_are_warnings_or_with_strict_config_errors(c
     assert read_served_model(settings, manifest, tokenizer).warnings() == [*manifest.config_warnings]
     strict = ServeSettings(checkpoint=checkpoint, strict_config=True)
     with pytest.raises(
-        SettingsError, match="x=0: unknown key, ignored; --strict-config rejects such a key; remove it, or"
+        SettingsError, match="x=0: unknown key, ignored; --strict-config rejects such keys; remove them, or"
     ):
         read_served_model(strict, manifest, tokenizer)
     assert read_served_model(strict, read_manifest(checkpoint), tokenizer).warnings() == []

@@ -11,7 +11,7 @@ from tests.service.sequences import make_choice, make_hello
 
 
 def adapter(name: str, key: str) -> ServedAdapter:
-    return ServedAdapter(name=name, directory=f"/adapters/{key}", key=key, created_seconds=1)
+    return ServedAdapter(name=name, directory=f"/adapters/{key}", key=key, created_seconds=1, num_bytes=1)
 
 
 def load(key: str) -> LoadAdapter:

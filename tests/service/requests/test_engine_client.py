@@ -105,7 +105,7 @@ def test_a_request_whose_adapter_is_lost_gets_the_remedy_and_no_advice_to_retry(
         desk = Desk()
         request = desk.submit(make_choice("a"))
         desk.engine_client.receive([make_delta("a", finish=make_finish(FinishReason.ERROR, error=ADAPTER_LOST))])
-        with pytest.raises(EngineFailed, match="unload the adapter and load it again") as caught:
+        with pytest.raises(EngineFailed, match="restore them, or load the adapter again") as caught:
             await request.next_deltas()
         assert not caught.value.retry
 

@@ -185,7 +185,7 @@ def server_with(
     monkeypatch.setattr(memory_plan, "memory_limit_bytes", lambda: 2**30)
     monkeypatch.setattr(memory_plan, "own_anonymous_bytes", lambda: standby_bytes)
     asked = settings(manifest.directory, attention="sdpa", max_num_running=1024, max_batched_tokens=1024)
-    plan = plan_memory(LoadedModel(manifest.config, 4, 4, 1, CONTEXT), asked, standby=server["standby"])
+    plan = plan_memory(LoadedModel(manifest.config, 4, 4, 1, CONTEXT), asked, ServerNeeds(**server))
     room = plan.reserved_bytes + contexts * CONTEXT * BYTES_PER_TOKEN
     monkeypatch.setattr(engine_factory, "available_memory_bytes", lambda: room)
     return build_engine(asked, manifest, server=ServerNeeds(**server))[1]

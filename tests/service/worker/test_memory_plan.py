@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from service.config.settings import ModelSettings
+from service.requests.adapters import loading_bytes
 from service.worker import memory_plan
-from service.worker.memory_plan import LoadedModel, MemoryPlan, plan_memory, step_bytes
+from service.worker.memory_plan import LoadedModel, MemoryPlan, ServerNeeds, plan_memory, step_bytes
 from tests.model.configs import VARIANTS
 from tests.tiny_model import tiny_config
 
@@ -16,6 +17,7 @@ MIB = 2**20
 CONFIG = tiny_config(8192)
 SETTINGS = ModelSettings(checkpoint=Path("checkpoint"), max_batched_tokens=512)
 IMPORTS = 174 * MIB
+WITH_STANDBY, ALONE = (ServerNeeds(standby=standby, num_blocks=0) for standby in (True, False))
 MODEL = LoadedModel(CONFIG, value_bytes=4, cache_value_bytes=4, num_copies=1, max_context_length=256)
 
 
@@ -29,7 +31,7 @@ def least_memory(monkeypatch: pytest.MonkeyPatch, model: LoadedModel) -> int:
     """Return the additional MiB that a model needs, as given by the error message."""
     has_memory(monkeypatch, 0)
     with pytest.raises(ValueError, match="needs at least") as raised:
-        plan_memory(model, SETTINGS, standby=True)
+        plan_memory(model, SETTINGS, WITH_STANDBY)
     found = re.search(r"at least (\d+) MiB", str(raised.value))
     assert found is not None
     return int(found[1])
@@ -37,8 +39,8 @@ def least_memory(monkeypatch: pytest.MonkeyPatch, model: LoadedModel) -> int:
 
 def test_a_standby_that_fits_is_kept(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     has_memory(monkeypatch, least_memory(monkeypatch, MODEL) * MIB + IMPORTS)
-    with_standby = plan_memory(MODEL, SETTINGS, standby=True)
-    without = plan_memory(MODEL, SETTINGS, standby=False)
+    with_standby = plan_memory(MODEL, SETTINGS, WITH_STANDBY)
+    without = plan_memory(MODEL, SETTINGS, ALONE)
     assert with_standby == MemoryPlan(without.reserved_bytes + IMPORTS, has_standby=True)
     assert without.has_standby is False
     assert not caplog.records
@@ -49,8 +51,8 @@ def test_a_standby_that_does_not_fit_is_omitted_with_a_warning(
 ) -> None:
     has_memory(monkeypatch, least_memory(monkeypatch, MODEL) * MIB + IMPORTS - 2 * MIB)
     with caplog.at_level(logging.WARNING):
-        plan = plan_memory(MODEL, SETTINGS, standby=True)
-    assert plan == plan_memory(MODEL, SETTINGS, standby=False)
+        plan = plan_memory(MODEL, SETTINGS, WITH_STANDBY)
+    assert plan == plan_memory(MODEL, SETTINGS, ALONE)
     (record,) = caplog.records
     assert re.match(r"no standby worker: memory is short by [12] MiB; ", record.message)
 
@@ -60,18 +62,33 @@ def test_a_memory_limit_that_is_too_small_is_rejected_with_the_needed_limit(monk
     needed = used // MIB + least_memory(monkeypatch, MODEL)
     has_memory(monkeypatch, 10 * MIB, limit=10 * MIB + used)
     with pytest.raises(ValueError, match=f"^the memory limit is 250 MiB and this model needs at least {needed} MiB: "):
-        plan_memory(MODEL, SETTINGS, standby=True)
+        plan_memory(MODEL, SETTINGS, WITH_STANDBY)
     has_memory(monkeypatch, (needed - 1) * MIB - used, limit=limit)
     with pytest.raises(ValueError, match=r"raise the limit \(docker --memory, MEMORY in compose\)"):
-        plan_memory(MODEL, SETTINGS, standby=True)
+        plan_memory(MODEL, SETTINGS, WITH_STANDBY)
     has_memory(monkeypatch, needed * MIB - used, limit=limit)
-    assert plan_memory(MODEL, SETTINGS, standby=True).has_standby is False
+    assert plan_memory(MODEL, SETTINGS, WITH_STANDBY).has_standby is False
 
 
 def test_without_a_memory_limit_the_error_names_the_available_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     has_memory(monkeypatch, 10 * MIB)
     with pytest.raises(ValueError, match=r"^10 MiB of memory are available and this model needs at least \d+ MiB: "):
-        plan_memory(MODEL, SETTINGS, standby=False)
+        plan_memory(MODEL, SETTINGS, ALONE)
+
+
+def test_the_adapters_of_lora_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    needed, more = least_memory(monkeypatch, MODEL) * MIB, loading_bytes([30 * MIB, 10 * MIB])
+    assert more == 100 * MIB
+    server = ALONE._replace(adapter_bytes=more)
+    has_memory(monkeypatch, needed + more)
+    reserved = plan_memory(MODEL, SETTINGS, server).reserved_bytes
+    assert reserved == plan_memory(MODEL, SETTINGS, ALONE).reserved_bytes + more
+    has_memory(monkeypatch, needed + more - 2 * MIB)
+    message = (
+        rf"needs, with 100 MiB for LoRA adapters, at least {(needed + more) // MIB} MiB: .*fewer adapters by --lora"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_memory(MODEL, SETTINGS, server)
 
 
 def test_needed_memory_grows_with_the_model_and_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

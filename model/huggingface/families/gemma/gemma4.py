@@ -30,15 +30,13 @@ _TOWER_KEYS = """
 
 
 def _read_gemma4(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    if reader.flag("enable_moe_block", False):
-        reader.reject("enable_moe_block", True, "a mixture of experts is not implemented; use a dense model")
-    if reader.flag("attention_k_eq_v", False):
-        reader.reject("attention_k_eq_v", True, "keys as values are not implemented; use a model without them")
+    reader.check_off("enable_moe_block", "a mixture of experts is not implemented; use a dense model")
+    reader.check_off("attention_k_eq_v", "keys as values are not implemented; use a model without them")
     for key in _UNUSED_KEYS:
         reader.value(key)
     direction = reader.value("use_bidirectional_attention")
     if direction not in (None, False, "vision"):  # "vision": only tokens of images, which are not served
-        reader.reject("use_bidirectional_attention", direction, "only causal models are served")
+        reader.note("use_bidirectional_attention", direction, "only causal models are served")
     count = fields["num_layers"]
     windows = read_layer_types(
         reader,

@@ -66,6 +66,7 @@ MUST_BE: Requirements = {
     "per_layer_config": (({},), _NOT_COMPUTED),
     "chunk_size_feed_forward": ((0,), _NOT_COMPUTED),
 }
+_UNKNOWN = ((), "unknown key; remove it if the model computes the same without it")
 DEFAULT_THETA = 10_000.0
 _ORIGINAL = "original_max_position_embeddings"
 _TYPES = ("default", *RopeScalingKind)
@@ -95,6 +96,7 @@ class ConfigReader:
         self._prefix, self._harmless, self._must_be = prefix, harmless, must_be
         self._unread = dict(values)
         self._read_keys: set[str] = set()
+        self._noted: dict[str, list[str]] = {}  # keys with their values, by remedy
         self.warnings: list[str] = []
 
     def value(self, name: str) -> Any:
@@ -180,9 +182,23 @@ class ConfigReader:
             self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
 
+    def check_off(self, name: str, remedy: str) -> None:
+        """Read a key that must be false. Note a key that is true, for `check_unread` to reject."""
+        if self.flag(name, False):
+            self.note(name, True, remedy)
+
+    def note(self, name: str, value: object, remedy: str) -> None:
+        """Note a key that `check_unread` rejects together with all others. The rest of the config must be readable."""
+        self._noted.setdefault(remedy, []).append(f"{self._shown(name)}={_short(value)}")
+
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raise CheckpointError with the name and value of a key, and the remedy."""
-        raise CheckpointError(f"{self.path}: {self._shown(name)}={_short(value)}: {remedy}")
+        """Raise CheckpointError with the name and value of a key, and the remedy, and with the noted keys."""
+        self.note(name, value, remedy)
+        self._reject_noted()
+
+    def _reject_noted(self) -> NoReturn:
+        problems = (f"{', '.join(keys)}: {remedy}" for remedy, keys in self._noted.items())
+        raise CheckpointError(f"{self.path}: {'; '.join(problems)}")
 
     def _shown(self, name: str) -> str:
         return self._prefix + (name if name.isprintable() and len(name) < 80 else _short(name))
@@ -192,7 +208,8 @@ class ConfigReader:
         self.warnings.append(f"{self.path}: {self._shown(name)}={_short(value)}: {consequence}")
 
     def check_unread(self) -> None:
-        """Reject a key that the family has not read if it is unknown or its value needs an unimplemented feature.
+        """Reject the noted keys, and those that the family has not read and that are unknown or need an unimplemented
+        feature, all in one error.
 
         An unknown key without a value (null, false, 0 or empty) gives a warning: a feature that is off.
         """
@@ -206,11 +223,11 @@ class ConfigReader:
             if name not in self._must_be and not value:
                 self.warn(name, value, "unknown key, ignored")
                 continue
-            if name not in self._must_be:
-                self.reject(name, value, "unknown key; remove it if the model computes the same without it")
-            allowed, remedy = self._must_be[name]
+            allowed, remedy = self._must_be.get(name, _UNKNOWN)
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed):
-                self.reject(name, value, remedy)
+                self.note(name, value, remedy)
+        if self._noted:
+            self._reject_noted()
 
 
 def _short(value: object) -> str:
