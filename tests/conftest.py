@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from model.huggingface.family_proofs import read_proofs, write_proofs
 from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import load_kernels
+from model.system.limits import usable_cpus
 from tests.families.parity_table import outcomes, table, updated
 from tests.tiny_model import save_tiny_checkpoint
 
@@ -75,6 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # Compile the kernels once per machine, before the servers of tests would compile them in parallel.
     with suppress(BuildError):
         load_kernels(CACHE)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one process more than CPUs: the tests of servers spend a sixth of their time waiting."""
+    return usable_cpus() + 1
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from service.cli.main import COMMANDS
-from tests.e2e.process import PATIENCE_SECONDS, Service, serving
+from tests.e2e.process import PATIENCE_SECONDS, Service, serving_anew
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,7 +41,7 @@ TEXT_ONLY = [c for c in ALONE if c.startswith((".venv/bin/kvasir tokenize", ".ve
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(CHECKPOINT, tmp_path_factory.mktemp("service")) as running:
+    with serving_anew(CHECKPOINT, tmp_path_factory.mktemp("service")) as running:
         yield running
 
 
@@ -97,7 +97,7 @@ def test_the_commands_for_an_own_checkpoint(tmp_path: Path) -> None:
             assert shell(command).strip()
     assert [Path(words[3]).name for words in served] == ["kvasir-int4", "kvasir.gguf", "kvasir-hf"]
     for words in served:
-        with serving(Path(words[3]), tmp_path, *words[4:]) as running:
+        with serving_anew(Path(words[3]), tmp_path, *words[4:]) as running:
             names = [card["id"] for card in running.get("/v1/models").json()["data"]]
             assert names[1:] == (["mine"] if "--lora" in words else [])
             texts = [
@@ -133,7 +133,7 @@ def test_a_model_trained_on_own_text_generates_and_is_served(tmp_path: Path) -> 
     assert f"serve --checkpoint {mine}" in said
     assert shell(generated).strip()
     words = shlex.split(served)
-    with serving(Path(words[3]), tmp_path, *words[4:]) as running:
+    with serving_anew(Path(words[3]), tmp_path, *words[4:]) as running:
         assert running.text("The king had three sons.", max_tokens=5)
 
 

@@ -12,7 +12,7 @@ from loadtest.client.workload import random_prompt
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.sampling.params import SamplingParams
 from service.config.settings import ModelSettings
-from service.engine.engine import Engine
+from service.engine.engine import Engine, create_submit
 from service.ipc.messages import FinishReason, Submit
 from service.worker.engine_factory import EngineFacts, build_engine
 
@@ -60,21 +60,8 @@ class InProcess:
         num_streams: number of prompts in the engine at a time; None: all prompts.
         """
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-        submits = [submit_of(next(self._uids), prompt, params) for prompt in prompts]
+        submits = [create_submit(next(self._uids), prompt, params) for prompt in prompts]
         return run_closed(self.engine, submits, num_streams=num_streams or len(submits))
-
-
-def submit_of(uid: str, token_ids: Sequence[int], params: SamplingParams) -> Submit:
-    """Return the `Submit` command that the API process would send to the engine for this prompt."""
-    return Submit(
-        uid=uid,
-        attempt=0,
-        prompt_token_ids=tuple(token_ids),
-        prior_token_ids=(),
-        params=params,
-        arrival_seconds=time.monotonic(),
-        deadline_seconds=None,
-    )
 
 
 @dataclass(kw_only=True, slots=True)

@@ -169,12 +169,9 @@ def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: 
     """Return the engine command, with a new uid, to compute the embedding of a text's token ids."""
     return Submit(
         uid=uuid.uuid4().hex,
-        attempt=0,
         prompt_token_ids=tuple(token_ids),
-        prior_token_ids=(),
         params=SamplingParams(max_tokens=0),
         arrival_seconds=arrival_seconds,
-        deadline_seconds=None,
         pooling=pooling,
         adapter=adapter,
     )

@@ -218,19 +218,13 @@ class YesNoBody(ScoreBody):
             self._no[choice.index] = no
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
-        choices = [
-            _choice(
-                choice.index,
-                _answer_submit(
-                    *(choice.submit.prompt_token_ids, self._rerank.no_id, choice.submit.arrival_seconds),
-                    choice.submit.adapter,
-                ),
-            )
-            for choice in group.choices
-            if choice.index not in self._no
-        ]
-        if not choices:
+        missing = [(choice.index, choice.submit) for choice in group.choices if choice.index not in self._no]
+        if not missing:
             return None
+        choices = [
+            _choice(index, _answer_submit(yes.prompt_token_ids, self._rerank.no_id, yes.arrival_seconds, yes.adapter))
+            for index, yes in missing
+        ]
         return InflightRequest(choices=choices, arrival_seconds=group.arrival_seconds, terms=self._later_terms)
 
     def _scores(self) -> list[float]:
@@ -250,11 +244,8 @@ def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: fl
     )
     return Submit(
         uid=uuid.uuid4().hex,
-        attempt=0,
         prompt_token_ids=tuple(token_ids),
-        prior_token_ids=(),
         params=params,
         arrival_seconds=arrival_seconds,
-        deadline_seconds=None,
         adapter=adapter,
     )

@@ -354,15 +354,7 @@ class Engine:
 
 def create_submit(uid: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> Submit:
     """Return the submission (`Submit`) of a prompt that arrives now, for an engine that runs without the API server."""
-    return Submit(
-        uid=uid,
-        attempt=0,
-        prompt_token_ids=tuple(prompt_token_ids),
-        prior_token_ids=(),
-        params=params,
-        arrival_seconds=time.monotonic(),
-        deadline_seconds=None,
-    )
+    return Submit(uid=uid, prompt_token_ids=tuple(prompt_token_ids), params=params, arrival_seconds=time.monotonic())
 
 
 def complete_batch(

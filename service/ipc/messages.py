@@ -39,12 +39,12 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=Tru
     """Command to compute one completion. Each choice of a request is one `Submit` with its own uid."""
 
     uid: str
-    attempt: int  # grows with each resubmission; the API process ignores events of older attempts
+    attempt: int = 0  # grows with each resubmission; the API process ignores events of older attempts
     prompt_token_ids: tuple[int, ...]
-    prior_token_ids: tuple[int, ...]  # completion tokens of an earlier attempt, after which generation continues
+    prior_token_ids: tuple[int, ...] = ()  # completion tokens of an earlier attempt, after which generation continues
     params: SamplingParams
     arrival_seconds: float
-    deadline_seconds: float | None  # a sequence that has not begun by this time ends with `FinishReason.ABORT`
+    deadline_seconds: float | None = None  # a sequence that has not begun by this time ends with `FinishReason.ABORT`
     priority: int = 0  # the lowest value runs first
     cache_salt: str = ""  # chosen by the client; sequences share prefixes only if salt and namespace are equal
     cache_namespace: str = ""  # determined by the API key

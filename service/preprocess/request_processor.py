@@ -123,12 +123,9 @@ class RequestProcessor:
             _check_possible(params, self.tokenizer.eos_token_ids)
             submit = Submit(
                 uid="",
-                attempt=0,
                 prompt_token_ids=token_ids,
-                prior_token_ids=(),
                 params=params,
                 arrival_seconds=arrival_seconds,
-                deadline_seconds=None,
                 priority=request.value("priority"),
                 cache_salt=request.cache_salt or "",
                 grammar=grammar,

@@ -59,7 +59,29 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(RequestModel):
+class SamplingRequest(RequestModel):
+    """Fields that choose the tokens and the place in the queue, common to completions, chat and `/v1/responses`."""
+
+    model: str | None = None
+    min_tokens: Count | None = 0
+    ignore_eos: bool | None = False
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
+    top_k: Annotated[int, Field(ge=-1, lt=2**31, description="0 or -1: no limit")] | None = 0
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
+    seed: Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    repetition_penalty: RepetitionPenalty | None = 1.0
+    logit_bias: LogitBiases | None = None
+    priority: Priority | None = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    timeout: Timeout | None = None
+    user: str | None = None
+
+
+class GenerationRequest(SamplingRequest):
     """Fields common to the bodies of completion and chat completion requests. A null field means its default."""
 
     UNION_ERRORS: ClassVar[Mapping[str, str]] = {
@@ -68,26 +90,12 @@ class GenerationRequest(RequestModel):
         "truncate_prompt_tokens": NUM_KEPT_ERROR,
     }
 
-    model: str | None = None
     max_tokens: Count | None = None
-    min_tokens: Count | None = 0
-    ignore_eos: bool | None = False
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = 1
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = 1.0
-    top_k: Annotated[int, Field(ge=-1, lt=2**31, description="0 or -1: no limit")] | None = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = 0.0
-    seed: Annotated[int, Field(ge=SEED_RANGE[0], le=SEED_RANGE[1])] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: Annotated[TokenIds, Field(max_length=params.MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    user: str | None = None
-    presence_penalty: Penalty | None = 0.0
-    frequency_penalty: Penalty | None = 0.0
-    repetition_penalty: RepetitionPenalty | None = 1.0
-    logit_bias: LogitBiases | None = None
     allowed_token_ids: Annotated[TokenIds, Field(min_length=1, max_length=params.MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[BadWord], Field(max_length=params.MAX_BAD_WORDS, fail_fast=True)] | None = None
     prompt_logprobs: NumLogprobs | None = None
@@ -97,9 +105,6 @@ class GenerationRequest(RequestModel):
     structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: NumKept | None = None
     truncation_side: Literal["left", "right"] | None = None
-    priority: Priority | None = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
-    timeout: Timeout | None = None
     skip_special_tokens: Annotated[bool | None, Field(description="false: special tokens add their names")] = True
     spaces_between_special_tokens: Annotated[bool | None, Field(description="no effect")] = True
     detokenize: Annotated[Any, Unsupported(True)] = None

@@ -13,14 +13,9 @@ from service.protocol.chat import MAX_PARTS, ChatCompletionRequest, Effort, Mess
 from service.protocol.completions import (
     MAX_STOPS,
     Count,
-    LogitBiases,
     NumLogprobs,
-    Penalty,
-    Priority,
-    RepetitionPenalty,
-    StopString,
+    SamplingRequest,
     StreamOptions,
-    Timeout,
 )
 from service.protocol.errors import ApiError, InvalidRequest
 from service.protocol.request_model import IGNORED, MAX_MESSAGES, RequestModel, Unsupported
@@ -269,7 +264,7 @@ class ResponsesChat(ChatCompletionRequest):
         return None if found is None else replace(found, param=_renamed(found.param))
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(SamplingRequest):
     """Body of `POST /v1/responses`."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {
@@ -288,7 +283,6 @@ class ResponsesRequest(RequestModel):
 
     input: Annotated[Annotated[str, Tag("@text")] | Annotated[_Items, Tag("@list")], Discriminator(_tag)]
     instructions: str | None = None
-    model: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
     background: bool | None = False
@@ -325,7 +319,6 @@ class ResponsesRequest(RequestModel):
         ]
         | None
     ) = None
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
@@ -338,20 +331,7 @@ class ResponsesRequest(RequestModel):
     prompt: Annotated[Any, Unsupported()] = None
     context_management: Annotated[Any, Unsupported([])] = None
     moderation: Annotated[Any, Unsupported()] = None
-    # Fields of chat completions that OpenAI's Responses API lacks.
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
-    min_tokens: Count | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    logit_bias: LogitBiases | None = None
-    priority: Priority | None = None
-    timeout: Timeout | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    # Fields of chat completions that OpenAI's Responses API lacks, besides those of `SamplingRequest`.
     chat_template_kwargs: TemplateVariables | None = None
     thinking_token_budget: Count | None = None
 

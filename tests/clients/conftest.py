@@ -8,12 +8,12 @@ import httpx
 import pytest
 
 from tests.clients.environments import CHECKPOINT, KEY, MODEL
-from tests.e2e.process import Service, serving
+from tests.e2e.process import Service, serving_anew
 
 
 @pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving(CHECKPOINT, tmp_path_factory.mktemp("service"), "--model-name", MODEL) as running:
+    with serving_anew(CHECKPOINT, tmp_path_factory.mktemp("service"), "--model-name", MODEL) as running:
         yield running
 
 
@@ -38,7 +38,7 @@ def full(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         "--hang-seconds",  # the worker stays suspended until the last test
         "0",
     )
-    with serving(tiny_checkpoint, directory, *flags) as running, ThreadPoolExecutor(3) as pool:
+    with serving_anew(tiny_checkpoint, directory, *flags) as running, ThreadPoolExecutor(3) as pool:
 
         def ask() -> int:
             body, headers = {"prompt": "a", "max_tokens": 1}, {"authorization": f"Bearer {KEY}"}

@@ -1,6 +1,7 @@
 """`kvasir serve` as a child process on a free port, with its HTTP client and its operating system processes."""
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -12,10 +13,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import psutil
+
+from tests.e2e.fork_server import ForkedService, ForkServer
 
 # Time after which a wait counts as a hang. Only a failing test waits this long. A limit this high does not fail a
 # test on a slow or busy machine.
@@ -32,7 +35,7 @@ _NUM_SHARES = 16
 class Service:
     """Running service. `log` is the file of its stderr, `printed` the file of its stdout."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedService
     url: str
     log: Path
     printed: Path
@@ -140,20 +143,44 @@ def command(checkpoint: Path, port: int, *flags: str, program: str = "service.cl
     ]
 
 
-@contextlib.contextmanager
 def serving(
     checkpoint: Path, directory: Path, *flags: str, program: str = "service.cli", **variables: str
+) -> contextlib.AbstractContextManager[Service]:
+    """Fork a service and wait until it is ready. Check that all of its processes have ended after the block."""
+    return _serving(checkpoint, directory, flags, program, variables, _fork_server().start)
+
+
+def serving_anew(
+    checkpoint: Path, directory: Path, *flags: str, program: str = "service.cli", **variables: str
+) -> contextlib.AbstractContextManager[Service]:
+    """Serve as `serving`, with main and workers that start as new interpreters: for tests of starts, deaths, memory."""
+    return _serving(checkpoint, directory, flags, program, variables, _start)
+
+
+@functools.cache
+def _fork_server() -> ForkServer:
+    """Return the fork server of this pytest process."""
+    return ForkServer()
+
+
+def _start(argv: list[str], env: dict[str, str], stdout: BinaryIO, stderr: BinaryIO) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", *argv], stdout=stdout, stderr=stderr, env=env)
+
+
+@contextlib.contextmanager
+def _serving(
+    checkpoint: Path,
+    directory: Path,
+    flags: tuple[str, ...],
+    program: str,
+    variables: dict[str, str],
+    start: Callable[[list[str], dict[str, str], BinaryIO, BinaryIO], subprocess.Popen[bytes] | ForkedService],
 ) -> Iterator[Service]:
-    """Start a service and wait until it is ready. Check that all of its processes have ended after the block."""
     port = free_port()
     log, printed = directory / f"{port}.err", directory / f"{port}.out"
+    _, _, *argv = command(checkpoint, port, *flags, program=program)
     with log.open("wb") as stderr, printed.open("wb") as stdout:
-        process = subprocess.Popen(
-            command(checkpoint, port, *flags, program=program),
-            stdout=stdout,
-            stderr=stderr,
-            env=clean_environment() | variables,
-        )
+        process = start(argv, clean_environment() | variables, stdout, stderr)
     service = Service(process, f"http://127.0.0.1:{port}", log, printed)
     family = [psutil.Process(process.pid)]
     try:

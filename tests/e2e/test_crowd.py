@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.process import PATIENCE_SECONDS, Service, serving, wait_until
+from tests.e2e.process import PATIENCE_SECONDS, Service, serving_anew, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,9 @@ _MOST_PAUSES_A_SECOND = 60
 def crowded(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Start a service that runs 8 sequences at once, so that most of the 64 streams are queued."""
     flags = ("--max-num-running", "8", "--max-batched-tokens", "64", "--kv-cache-memory", "3")
-    with serving(long_checkpoint, tmp_path_factory.mktemp("crowd"), *flags, program="tests.e2e.checked") as service:
+    with serving_anew(
+        long_checkpoint, tmp_path_factory.mktemp("crowd"), *flags, program="tests.e2e.checked"
+    ) as service:
         yield service
         assert "Traceback" not in service.log.read_text(), "the engine's invariants hold whenever it is idle"
 

@@ -27,7 +27,7 @@ from tests.e2e.process import (
     clean_environment,
     command,
     free_port,
-    serving,
+    serving_anew,
     wait_until,
 )
 
@@ -93,7 +93,7 @@ def signal_all(service: Service, number: int) -> list[psutil.Process]:
 
 
 def test_sigterm_drains_the_running_streams(long_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(long_checkpoint, tmp_path, "--standby", "--drain-seconds", "3600") as service:
+    with serving_anew(long_checkpoint, tmp_path, "--standby", "--drain-seconds", "3600") as service:
         expected = service.text(**LONG)
         streams = [Stream(service, **LONG) for _ in range(3)]
         wait_until(started(streams), what="the streams to begin")
@@ -115,7 +115,7 @@ def test_sigterm_drains_the_running_streams(long_checkpoint: Path, tmp_path: Pat
 
 
 def test_a_second_signal_ends_the_drain_at_once(long_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(long_checkpoint, tmp_path, "--standby", "--drain-seconds", "3600") as service:
+    with serving_anew(long_checkpoint, tmp_path, "--standby", "--drain-seconds", "3600") as service:
         stream = Stream(service, **{**LONG, "max_tokens": 8000})
         wait_until(started([stream]), what="the stream to begin")
         signal_all(service, signal.SIGINT)
@@ -125,7 +125,7 @@ def test_a_second_signal_ends_the_drain_at_once(long_checkpoint: Path, tmp_path:
 
 
 def test_all_processes_end_when_main_is_killed(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(tiny_checkpoint, tmp_path, "--standby") as service:
+    with serving_anew(tiny_checkpoint, tmp_path, "--standby") as service:
         family = service.children
         assert service.stop(signal.SIGKILL) == -signal.SIGKILL
         wait_until(lambda: not alive(family), what="the orphans to end")

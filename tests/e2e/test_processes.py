@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.process import serving, wait_until
+from tests.e2e.process import serving_anew, wait_until
 
 pytestmark = pytest.mark.slow
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
@@ -29,7 +29,7 @@ def threads_of(process: psutil.Process) -> set[str]:
 
 
 def test_processes_and_threads_are_those_of_the_design_page(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    with serving(tiny_checkpoint, tmp_path, "--standby") as service:
+    with serving_anew(tiny_checkpoint, tmp_path, "--standby") as service:
         wait_until(lambda: any(child.name() == "kvasir-standby" for child in service.children), what="the standby")
         assert service.text("once", max_tokens=2) is not None
         processes = [psutil.Process(service.process.pid), *service.children]

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.process import START_SECONDS, Service, alive, serving, wait_until
+from tests.e2e.process import START_SECONDS, Service, alive, serving_anew, wait_until
 from tests.e2e.test_poison import has_standby
 from tests.service.streams import assert_close, events, joined
 
@@ -91,7 +91,9 @@ def kill_and_probe(service: Service) -> None:
 @pytest.fixture(scope="module")
 def service(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     flags = ("--standby", "--max-num-running", "96")
-    with serving(long_checkpoint, tmp_path_factory.mktemp("death"), *flags, program="tests.e2e.checked") as running:
+    with serving_anew(
+        long_checkpoint, tmp_path_factory.mktemp("death"), *flags, program="tests.e2e.checked"
+    ) as running:
         yield running
 
 

@@ -192,7 +192,6 @@ def test_a_resubmitted_sequence_continues_after_its_prior_tokens() -> None:
                     prior_token_ids=tuple(ids),
                     params=submit.params,
                     arrival_seconds=0.0,
-                    deadline_seconds=None,
                 )
             )
         second.drive(again)

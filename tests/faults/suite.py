@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.process import Service, alive, serving
+from tests.e2e.process import Service, alive, serving_anew
 from tests.faults.census import Census, back_to, idle
 from tests.faults.disconnects import RESUME_SECONDS, Departures, Kind, askable, depart
 from tests.faults.injection import FLAGS, Event, Fault, Injection, watched
@@ -75,7 +75,7 @@ def run(checkpoint: Path, directory: Path, plan: Plan, *flags: str) -> Result:
     """Start a server, run the plan, and stop it."""
     seen: dict[int, psutil.Process] = {}
     arguments = (*SERVER, "--dtype", plan.dtype, *flags)
-    with serving(checkpoint, directory, *arguments, program="tests.e2e.checked") as service:
+    with serving_anew(checkpoint, directory, *arguments, program="tests.e2e.checked") as service:
         assert (service.get("/ready").json()["level"] is not None) == IS_NATIVE[plan.dtype]
         result = asyncio.run(_run(service, plan, seen))
         log = service.log

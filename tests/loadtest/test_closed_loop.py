@@ -4,13 +4,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from loadtest.inprocess.engine import EngineRun, run_closed, submit_of
+from loadtest.inprocess.engine import EngineRun, run_closed
 from model.sampling.params import SamplingParams
+from service.engine.engine import create_submit
 from service.ipc.messages import Finish, FinishReason, Submit, TokenDelta
 
 
 def submit(number: int, max_tokens: int = 3) -> Submit:
-    return submit_of(f"s{number}", (1, 2, 3, 4), SamplingParams(max_tokens=max_tokens))
+    return create_submit(f"s{number}", (1, 2, 3, 4), SamplingParams(max_tokens=max_tokens))
 
 
 def finish(reason: FinishReason) -> Finish:

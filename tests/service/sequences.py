@@ -10,12 +10,9 @@ from service.requests.inflight import Choice, InflightRequest
 def make_submit(uid: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Submit:
     return Submit(
         uid=uid,
-        attempt=0,
         prompt_token_ids=prompt,
-        prior_token_ids=(),
         params=SamplingParams(**{"max_tokens": 10, **params}),
         arrival_seconds=0.0,
-        deadline_seconds=None,
     )
 
 

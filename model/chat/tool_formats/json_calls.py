@@ -61,7 +61,6 @@ class JsonCalls(ToolFormat):
     before_id: str = ""
 
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
-        """Return the Lark expression of one call of a tool."""
         head = document.literal(f"{self.before_name}{tool.name}{self.before_id}")
         if self.before_id:
             head += f" {document.terminal(f'/[a-zA-Z0-9]{{{self.id_length}}}/')}"
@@ -69,11 +68,9 @@ class JsonCalls(ToolFormat):
         return f"{head} {document.literal(self.after_name)} {arguments} {document.literal(self.after_arguments)}"
 
     def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
-        """Return a parser for the calls of one completion."""
         return _JsonCallParser(self)
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call, without opening, separator and closing."""
         written = json.dumps(arguments, ensure_ascii=False)
         id_ = f"{self.before_id}{'0' * (self.id_length or 0)}" if self.before_id else ""
         return f"{self.before_name}{name}{id_}{self.after_name}{written}{self.after_arguments}"

@@ -4,11 +4,10 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Any
 
 from model.chat.tool_formats.argument_schema import ArgumentSchemas
-from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema
+from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, SteppedCallParser, ToolFormat, ToolSchema
 from model.structured_output.lark_document import LarkDocument
 
 # Strings have the escapes that JSON and Python share: see `model.structured_output.grammar`.
@@ -31,7 +30,6 @@ class PythonCalls(ToolFormat):
     separator: str = ", "
 
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
-        """Return the Lark expression of one call of a tool."""
         literals = _Literals(document, ArgumentSchemas(self.name, tool))
         try:
             arguments = literals.pairs(tool.parameters, is_call=True)
@@ -40,11 +38,9 @@ class PythonCalls(ToolFormat):
         return f'{document.literal(f"{tool.name}(")} {arguments} ")"'
 
     def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
-        """Return a parser for the calls of one completion."""
         return _PythonCallParser()
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call, without opening, separator and closing."""
         return f"{name}({', '.join(f'{key}={_python(value)}' for key, value in arguments.items())})"
 
 
@@ -162,61 +158,34 @@ class _Literals:
         return first
 
 
-class _State(Enum):
-    NAME = auto()
-    KEY = auto()
-    VALUE = auto()
-    STRING = auto()
-
-
-class _PythonCallParser(CallParser):
+class _PythonCallParser(SteppedCallParser):
     def __init__(self) -> None:
-        self._held = ""
-        self._state = _State.NAME
+        super().__init__()
         self._depth = 0  # brackets around the current position in a value
         self._has_arguments = False
 
     def passes(self, text: str) -> bool:
-        return self._state is _State.STRING and not self._held and '"' not in text and "\\" not in text
-
-    def push(self, text: str) -> list[Part]:
-        self._held += text
-        parts: list[Part] = []
-        while self._held and self._advance(parts):
-            pass
-        return parts
-
-    def _advance(self, parts: list[Part]) -> bool:
-        """Process held text in the current state; add parts to `parts`. Return False if more text is needed."""
-        match self._state:
-            case _State.NAME:
-                return self._begin_call(parts)
-            case _State.KEY:
-                return self._begin_argument(parts)
-            case _State.VALUE:
-                return self._pass_value(parts)
-            case _State.STRING:
-                return self._pass_string(parts)
+        return self._step == self._pass_string and not self._held and '"' not in text and "\\" not in text
 
     def _begin_call(self, parts: list[Part]) -> bool:
         end = self._held.find("(")
         if end < 0:
             return False
         parts.append(Part(PartKind.CALL, self._held[:end].lstrip(", ")))
-        self._held, self._state, self._has_arguments = self._held[end + 1 :], _State.KEY, False
+        self._held, self._step, self._has_arguments = self._held[end + 1 :], self._begin_argument, False
         return True
 
     def _begin_argument(self, parts: list[Part]) -> bool:
         if self._held[0] == ")":
             parts.append(Part(PartKind.ARGUMENTS, "}" if self._has_arguments else "{}"))
-            self._held, self._state = self._held[1:], _State.NAME
+            self._held, self._step = self._held[1:], self._begin_call
             return True
         end = self._held.find("=")
         if end < 0:
             return False
         key = json.dumps(self._held[:end].lstrip(" "), ensure_ascii=False)
         parts.append(Part(PartKind.ARGUMENTS, f"{', ' if self._has_arguments else '{'}{key}: "))
-        self._held, self._state, self._has_arguments = self._held[end + 1 :], _State.VALUE, True
+        self._held, self._step, self._has_arguments = self._held[end + 1 :], self._pass_value, True
         return True
 
     def _pass_value(self, parts: list[Part]) -> bool:
@@ -236,21 +205,21 @@ class _PythonCallParser(CallParser):
                     break
                 passed += _JSON_WORDS.get(token, token)
             elif token in ",)" and self._depth == 0:
-                self._state = _State.KEY
+                self._step = self._begin_argument
                 start -= token == ")"
                 break
             else:
                 self._depth += (token in "[{") - (token in "]}")
                 passed += token
                 if token == '"':
-                    self._state = _State.STRING
+                    self._step = self._pass_string
                     break
         else:
             passed, start = passed + held[start:], len(held)
         if passed:
             parts.append(Part(PartKind.ARGUMENTS, passed))
         self._held = held[start:]
-        return self._state is not _State.VALUE
+        return self._step != self._pass_value
 
     def _pass_string(self, parts: list[Part]) -> bool:
         """Add a piece of the arguments: text up to the end of the string. Return True if the string has ended.
@@ -260,7 +229,7 @@ class _PythonCallParser(CallParser):
         held, start = self._held, 0
         while found := _INSIDE_STRING.search(held, start):
             if found[0] == '"':
-                self._state, start = _State.VALUE, found.end()
+                self._step, start = self._pass_value, found.end()
                 break
             if found.end() == len(held):
                 start = found.start()
@@ -271,4 +240,4 @@ class _PythonCallParser(CallParser):
         if start:
             parts.append(Part(PartKind.ARGUMENTS, held[:start]))
         self._held = held[start:]
-        return self._state is not _State.STRING
+        return self._step != self._pass_string

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -61,6 +61,28 @@ class CallParser(ABC):
     def flush(self) -> list[Part]:
         """End the completion, which may have been cut off: return the parts held back. By default there are none."""
         return []
+
+
+class SteppedCallParser(CallParser):
+    """Call parser with a method for each state. `_step` is the method of the current state, first `_begin_call`.
+
+    The method moves held text to the list of parts that it gets, and may set the next state. It returns False if it
+    needs more text.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._step: Callable[[list[Part]], bool] = self._begin_call
+
+    @abstractmethod
+    def _begin_call(self, parts: list[Part]) -> bool: ...
+
+    def push(self, text: str) -> list[Part]:
+        self._held += text
+        parts: list[Part] = []
+        while self._held and self._step(parts):
+            pass
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)

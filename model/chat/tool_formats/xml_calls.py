@@ -10,7 +10,15 @@ from typing import Any
 from llguidance import regex_to_lark
 
 from model.chat.tool_formats.argument_schema import ArgumentSchemas
-from model.chat.tool_formats.tool_format import CallParser, Part, PartKind, ToolFormat, ToolSchema, safe_length
+from model.chat.tool_formats.tool_format import (
+    CallParser,
+    Part,
+    PartKind,
+    SteppedCallParser,
+    ToolFormat,
+    ToolSchema,
+    safe_length,
+)
 from model.structured_output.lark_document import ANY_TEXT, LarkDocument, escape
 
 _BOOLEANS = {"True": "true", "False": "false"}
@@ -39,7 +47,6 @@ class XmlCalls(ToolFormat):
     after_arguments: str
 
     def call(self, tool: ToolSchema, document: LarkDocument) -> str:
-        """Return the Lark expression of one call of a tool."""
         schemas = ArgumentSchemas(self.name, tool)
         arguments = []
         for name, schema, is_required in schemas.properties(tool.parameters):
@@ -79,7 +86,6 @@ class XmlCalls(ToolFormat):
         return document.until(self.after_value, regex=f"/null/ | (({regex or ANY_TEXT}) & {lengths})")
 
     def parser(self, tools: Sequence[ToolSchema]) -> CallParser:
-        """Return a parser for the calls of one completion."""
         kinds = {}
         for tool in tools:
             schemas = ArgumentSchemas(self.name, tool)
@@ -87,7 +93,6 @@ class XmlCalls(ToolFormat):
         return _XmlCallParser(self, kinds)
 
     def write_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a call, without opening, separator and closing."""
         written = [
             f"{self.before_key}{key}{self.after_key}"
             f"{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}{self.after_value}"
@@ -142,45 +147,21 @@ def _pattern_regex(pattern: str) -> str:
     return f"/{before}({inner}){after}/"
 
 
-class _State(Enum):
-    NAME = auto()
-    KEY = auto()
-    VALUE = auto()
-
-
-class _XmlCallParser(CallParser):
+class _XmlCallParser(SteppedCallParser):
     def __init__(self, form: XmlCalls, kinds: Mapping[str, Mapping[str, _Kind]]) -> None:
+        super().__init__()
         self._form = form
         self._kinds = kinds
-        self._held = ""
-        self._state = _State.NAME
         self._before_name = form.before_name
         self._tool = ""
         self._kind = _Kind.JSON  # of the current value
         self._has_arguments = self._has_begun = False  # begun: part of the value has been returned
 
     def passes(self, text: str) -> bool:
-        if self._state is not _State.VALUE or not self._has_begun or self._held or self._form.after_value[0] in text:
+        if self._step != self._pass_value or not self._has_begun or self._held or self._form.after_value[0] in text:
             return False
         # The only printable characters that JSON escapes are these two.
         return self._kind is _Kind.JSON or (text.isprintable() and '"' not in text and "\\" not in text)
-
-    def push(self, text: str) -> list[Part]:
-        self._held += text
-        parts: list[Part] = []
-        while self._held and self._advance(parts):
-            pass
-        return parts
-
-    def _advance(self, parts: list[Part]) -> bool:
-        """Process held text in the current state; add parts to `parts`. Return False if more text is needed."""
-        match self._state:
-            case _State.NAME:
-                return self._begin_call(parts)
-            case _State.KEY:
-                return self._begin_argument(parts)
-            case _State.VALUE:
-                return self._pass_value(parts)
 
     def _between(self, before: str, after: str) -> str | None:
         """Return the held text between `before`, at its beginning, and `after`, and remove all three from it.
@@ -198,21 +179,21 @@ class _XmlCallParser(CallParser):
         if name is None:
             return False
         parts.append(Part(PartKind.CALL, name))
-        self._tool, self._state, self._has_arguments = name, _State.KEY, False
+        self._tool, self._step, self._has_arguments = name, self._begin_argument, False
         self._before_name = self._form.separator + self._form.before_name
         return True
 
     def _begin_argument(self, parts: list[Part]) -> bool:
         if self._held.startswith(self._form.after_arguments):
             parts.append(Part(PartKind.ARGUMENTS, "}" if self._has_arguments else "{}"))
-            self._held, self._state = self._held[len(self._form.after_arguments) :], _State.NAME
+            self._held, self._step = self._held[len(self._form.after_arguments) :], self._begin_call
             return True
         key = self._between(self._form.before_key, self._form.after_key)
         if key is None:
             return False
         separator = ", " if self._has_arguments else "{"
         parts.append(Part(PartKind.ARGUMENTS, f"{separator}{json.dumps(key, ensure_ascii=False)}: "))
-        self._state, self._has_arguments, self._has_begun = _State.VALUE, True, False
+        self._step, self._has_arguments, self._has_begun = self._pass_value, True, False
         self._kind = self._kinds.get(self._tool, {}).get(key, _Kind.JSON)
         return True
 
@@ -229,7 +210,7 @@ class _XmlCallParser(CallParser):
         else:
             return False
         if end >= 0:
-            self._held, self._state = self._held[end + len(after) :], _State.KEY
+            self._held, self._step = self._held[end + len(after) :], self._begin_argument
             return True
         self._held = self._held[len(passed) :]
         return False

@@ -1,6 +1,7 @@
 """Native kernel with a float16 or int8 cache: equal to the reference at every level, batch-invariant."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -34,22 +35,35 @@ SHARED = [(4, 1, 32, 16), (8, 1, 64, 16)]
 CASES = [(level, shape) for level in BUILDABLE for shape in ([*SHAPES, *SHARED] if level in BEST else SHAPES[:3])]
 
 
+@functools.cache
+@torch.no_grad()
+def references(
+    shape: tuple[int, int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Scene, list[tuple[AttentionForm, list[Tensor], list[Tensor]]]]:
+    """Return a scene, and per form the reference's outputs over rounded and unrounded keys, the same for all levels."""
+    scene, biases = Scene(shape, LENGTHS, dtypes[0], cache_dtype=dtypes[1]), biases_of(shape)
+    # PyTorch would round the numbers of an int8 cache to the model's dtype once more.
+    floats = [(q.float(), k.float(), v.float()) for q, k, v in scene.texts]
+    oracle = dataclasses.replace(scene, dtype=torch.float32, texts=floats)
+    exact = dataclasses.replace(oracle, cache_dtype=None)
+    expected = []
+    for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
+        form = AttentionForm(layer=1, scale=0.2, window=window, bias=biases[name])
+        rounded_outputs = [out.to(dtypes[0]) for out in oracle.attend(EagerAttention(), form)]
+        expected.append((form, rounded_outputs, exact.attend(EagerAttention(), form)))
+    return scene, expected
+
+
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize(("level", "shape"), CASES)
 @torch.no_grad()
 def test_attention_over_rounded_keys_and_values_equals_the_reference(
     level: str, shape: tuple[int, int, int, int], dtypes: tuple[torch.dtype, torch.dtype]
 ) -> None:
-    scene, biases = Scene(shape, LENGTHS, dtypes[0], cache_dtype=dtypes[1]), biases_of(shape)
-    # PyTorch would round the numbers of an int8 cache to the model's dtype once more.
-    floats = [(q.float(), k.float(), v.float()) for q, k, v in scene.texts]
-    oracle = dataclasses.replace(scene, dtype=torch.float32, texts=floats)
-    exact = dataclasses.replace(oracle, cache_dtype=None)
-    for window, name in ((None, "none"), (100, "none"), (5, "relative"), (None, "alibi")):
-        form = AttentionForm(layer=1, scale=0.2, window=window, bias=biases[name])
+    scene, expected = references(shape, dtypes)
+    for form, outputs, unrounded in expected:
         found = scene.attend(native(level), form)
-        assert_close(found, [out.to(dtypes[0]) for out in oracle.attend(EagerAttention(), form)], dtypes[0])
-        unrounded = exact.attend(EagerAttention(), form)
+        assert_close(found, outputs, dtypes[0])
         assert max(float((a - b).abs().max()) for a, b in zip(found, unrounded, strict=True)) > 1e-4
 
 

@@ -1,6 +1,5 @@
 """Attention queries in the engine loop: one at a time, between steps, without a change of any completion."""
 
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from model.checkpoint.manifest import read_manifest
 from model.inspect.attention_weights import weights_of_layer
 from model.sampling.params import SamplingParams
 from model.tokenizer.files import load_tokenizer
-from service.engine.engine import Engine
+from service.engine.engine import Engine, create_submit
 from service.engine.scheduling.scheduler import EngineConfig
-from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, Submit, TokenDelta
+from service.ipc.messages import AttentionQuery, AttentionResult, Cancel, TokenDelta
 from tests.service.sequences import make_submit
 from tests.service.worker.test_worker import Bench
 
@@ -124,17 +123,7 @@ def test_a_failed_attention_query_is_answered_and_streams_continue(bench: Lookin
 def run(engine: Engine, *, looks: bool) -> list[int]:
     """Return the tokens of a completion, with or without an attention query after every step."""
     params = SamplingParams(max_tokens=20, temperature=1.0, seed=7, ignore_eos=True)
-    engine.submit(
-        Submit(
-            uid="a",
-            attempt=0,
-            prompt_token_ids=(5, 6, 7),
-            prior_token_ids=(),
-            params=params,
-            arrival_seconds=time.monotonic(),
-            deadline_seconds=None,
-        )
-    )
+    engine.submit(create_submit("a", (5, 6, 7), params))
     tokens: list[int] = []
     while engine.has_work:
         for event in engine.step().events:
