@@ -114,9 +114,9 @@ using Emit = void (*)(const void* work, int64_t row, int64_t output, const Lanes
 void multiply(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows, int64_t threads,
               Emit emit, const void* work);
 
-// Piece of a product: the PANEL outputs from `output` on, for the rows from `first` to `end` - 1.
+// Piece of a product: the `outputs` outputs from `output` on, whole panels, for the rows from `first` to `end` - 1.
 struct Piece {
-    int64_t output, first, end;
+    int64_t output, outputs, first, end;
 };
 
 // Computes one piece of a product on the calling thread. See `multiply`.

@@ -423,6 +423,12 @@ class Step {
         multiply_piece(matrix, inputs, stride, rows.scales, piece, emit, &work);
     }
 
+    // Returns the number of outputs of a task of a mixture, which reads each expert's panels in sequence: up to eight
+    // panels, if that leaves four tasks or more to each thread.
+    static int64_t run_of(int64_t outputs, int64_t threads) {
+        return std::max<int64_t>(1, std::min<int64_t>(8, outputs / PANEL / threads / 4)) * PANEL;
+    }
+
     // Adds the weighted sum of the outputs of each row's experts to x. The sum is in the order of the experts' numbers,
     // and so is batch-invariant.
     void mixture(const LayerWeights& layer) const {
@@ -444,11 +450,12 @@ class Step {
             const float* row = from + pairs.rows[pair] * stride;
             each.convert_row(layer.expert_ups[part.expert], row, shape.hidden, pair, stride);
         });
-        const int64_t panels = layer.expert_ups->outputs / PANEL;
-        parallel_for(pairs.num_parts * panels, threads, [&](int64_t task, int) {
-            const ExpertPart& part = pairs.parts[task / panels];
-            const int64_t output = task % panels * PANEL;
-            const Piece piece{output, part.first, part.end};
+        const int64_t ups = layer.expert_ups->outputs, run = run_of(pairs.num_parts * ups, threads);
+        const int64_t runs = (ups + run - 1) / run;
+        parallel_for(pairs.num_parts * runs, threads, [&](int64_t task, int) {
+            const ExpertPart& part = pairs.parts[task / runs];
+            const int64_t output = task % runs * run;
+            const Piece piece{output, std::min(run, ups - output), part.first, part.end};
             each.product_piece(layer.expert_ups[part.expert], inputs, stride, piece,
                                [&](int64_t pair, int64_t output, const Lanes* results, int blocks) {
                                    activate_results(hidden + pair * hidden_stride, output, results, blocks);
@@ -458,10 +465,12 @@ class Step {
             const Matrix& down = layer.expert_downs[part.expert];
             if (is_quantized(down)) each.convert_row(down, hidden + pair * hidden_stride, size, pair, hidden_stride);
         });
-        // One task sums all experts of a panel.
-        parallel_for(layer.expert_downs->outputs / PANEL, threads, [&](int64_t panel, int) {
+        // One task sums all experts of some panels.
+        const int64_t downs = layer.expert_downs->outputs, down_run = run_of(downs, threads);
+        parallel_for((downs + down_run - 1) / down_run, threads, [&](int64_t task, int) {
+            const int64_t output = task * down_run;
             for (const ExpertPart* part = pairs.parts; part < pairs.parts + pairs.num_parts; ++part) {
-                const Piece piece{panel * PANEL, part->first, part->end};
+                const Piece piece{output, std::min(down_run, downs - output), part->first, part->end};
                 each.product_piece(layer.expert_downs[part->expert], hidden, hidden_stride, piece,
                                    [&](int64_t pair, int64_t output, const Lanes* results, int blocks) {
                                        float* at = rows.x + pairs.rows[pair] * stride + output;

@@ -176,7 +176,7 @@ struct PieceEmit {
 void multiply_piece(const Matrix& matrix, const void* x, int64_t stride, const float* scales, Piece piece, Emit emit,
                     const void* work) {
     Matrix panel = matrix;
-    panel.outputs = PANEL;
+    panel.outputs = piece.outputs;
     int64_t row_bytes = stride;
     switch (matrix.numbers) {
         case Numbers::float32:

@@ -166,7 +166,7 @@ class ModelRunner:
             non_finite = _non_finite(_sums(x_TE, logits_RV, inputs.metadata.logit_rows_R).cpu())
         else:
             likely, logits_RV = decoded
-            x_TE = logits_RV[:, :0]  # an empty tensor: decode steps pool no hidden states
+            x_TE = logits_RV  # unused: decode steps pool no hidden states
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
         token_ids = _sample(logits_RV, inputs, likely, self._kernels) if inputs.params else []
         pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
