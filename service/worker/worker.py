@@ -257,8 +257,12 @@ class Worker:
         )
         gc.collect()
         gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream
-        while True:
-            engine_loop.run_once()
+        try:
+            while True:
+                engine_loop.run_once()
+        except Exception:
+            logger.exception("the engine failed; the worker process ends")
+            os._exit(1)  # the interpreter's finalization could wait for a failed CUDA device
 
 
 def _carry(outbox: SimpleQueue[list[Event]], channel: WorkerChannel) -> NoReturn:
