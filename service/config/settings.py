@@ -61,6 +61,9 @@ class ModelSettings(CheckpointSettings):
     """capture steps as CUDA graphs and replay them (CUDA with paged attention)"""
     lookahead: bool = option("engine", True)
     """launch each decode step before the tokens of the previous step are read back (CUDA)"""
+    require_fast_path: bool = option("model", False)
+    """do not start if a slower path had to be used: without native kernels on a CPU, or without Triton, flash attention
+    or CUDA graphs on a GPU; the error names what is missing"""
     threads: AutoOrCount = option("model", "auto")
     """CPU threads of the model; auto: all usable CPUs, or one less without native kernels"""
     generation_config: bool = option("model", True)

@@ -39,6 +39,7 @@ from service.engine.execution.gpu_setup import (
     fuse_for_gpu,
 )
 from service.engine.scheduling.scheduler import EngineConfig
+from service.worker.fallbacks import find_fallbacks
 from service.worker.memory_plan import LOADED_QUANTIZED_BYTES, LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class EngineFacts:
     kv_cache_dtype: str
     reasons: Mapping[str, str]  # reasons for chosen values, by the setting's name
     has_standby: bool = True  # a standby worker is wanted and fits into memory
+    fallbacks: tuple[str, ...] = ()  # faster paths that are not available, each with the reason
 
     def __str__(self) -> str:
         stored = f" ({self.reasons['matrices']})" if "matrices" in self.reasons else ""
@@ -105,6 +107,7 @@ class EngineFacts:
             "max_context_length": self.max_context_length,
             "kv_cache_memory": self.kv_cache,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "fallbacks": "; ".join(self.fallbacks) or "none",
         }
         return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
@@ -135,6 +138,7 @@ class _ResolvedSettings(NamedTuple):
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
+    fallbacks: tuple[str, ...]
 
     @property
     def block_bytes(self) -> int:
@@ -160,6 +164,8 @@ def build_engine(
     manifest = _as_served(settings, manifest)
     resolved = _resolve(settings, manifest)
     torch.set_num_threads(resolved.threads)
+    for fallback in resolved.fallbacks:
+        logger.warning("a slower path is used, because a faster one is not available: %s", fallback)
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
     loaded = load_model(
@@ -244,6 +250,7 @@ def _facts(
         kv_cache_dtype=_name(resolved.cache_dtype),
         reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
         has_standby=has_standby,
+        fallbacks=resolved.fallbacks,
     )
 
 
@@ -278,7 +285,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
     """Resolve the settings that may be "auto". Raises `SettingsError` if a setting does not fit model or device."""
     max_context_length, device = context_length(settings, manifest.config), find_device(settings.device)
     check_quantize(settings.quantize, manifest)
-    library = _load_kernels(settings, device)
+    library, missing_kernels = _load_kernels(settings, device)
     dtype, dtype_reason = _choose_dtype(settings, manifest, device, library)
     library = library if computes(manifest.config, dtype) else None
     threads, threads_reason = _choose_threads(settings, is_native=library is not None)
@@ -291,6 +298,9 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         attending = choose_attention(settings.attention, context, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    fallbacks = find_fallbacks(
+        settings, manifest.config, dtype, attending, quantization, device=device, missing_kernels=missing_kernels
+    )
     packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
     packed = MATRICES if packs else ()
     if packs and manifest.config.tie_embeddings and (library is not None or settings.quantize != "none"):
@@ -305,6 +315,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         threads=threads,
         max_context_length=max_context_length,
         reasons={"dtype": dtype_reason, "threads": threads_reason},
+        fallbacks=fallbacks,
     )
 
 
@@ -364,16 +375,19 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
-    """Load the native CPU kernels, compiled first if they are missing; None if PyTorch's kernels are used instead."""
-    is_wanted = settings.attention == "native" or (settings.attention == "auto" and bool(levels_here()))
-    if device != "cpu" or not is_wanted:
-        return None
+def _load_kernels(settings: ModelSettings, device: str) -> tuple[KernelLibrary | None, str]:
+    """Load the native CPU kernels, compiled first if they are missing. Return them, or None and the reason.
+
+    The reason is empty if the settings or the device ask for other kernels.
+    """
+    if device != "cpu" or settings.attention not in ("auto", "native"):
+        return None, ""
+    if settings.attention == "auto" and not levels_here():
+        return None, "this CPU has no AVX2"
     try:
-        return load_kernels(settings.cache_dir)
+        return load_kernels(settings.cache_dir), ""
     except BuildError as error:
-        logger.warning("native kernels are not available, so PyTorch's slower kernels are used: %s", error)
-        return None
+        return None, str(error)
 
 
 def _choose_dtype(

@@ -188,6 +188,7 @@ class Worker:
             num_blocks=facts.num_blocks,
             block_size=facts.block_size,
             startup_seconds=time.monotonic() - started_seconds,
+            fallbacks=facts.fallbacks,
         )
         logger.info("worker ready after %.1f s: %s", ready.startup_seconds, facts)
         self._serve(engine, ready)

@@ -27,11 +27,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
-    """Attention backend of a model, with its name for logs. `can_capture`: CUDA graphs can capture its kernels."""
+    """Attention backend of a model, with its name for logs.
+
+    can_capture: CUDA graphs can capture the backend's kernels.
+    left_out: better kernels or backends that are not supported, as "name: reason".
+    """
 
     backend: AttentionBackend
     name: str
     can_capture: bool
+    left_out: tuple[str, ...] = ()
 
 
 def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary | None) -> AttentionChoice:
@@ -41,7 +46,10 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
     native kernels can compute the model (`library` is None), sdpa replaces native.
     """
     on_cpu, is_paged_possible = context.device.type == "cpu", fits(context.config)
+    left_out: tuple[str, ...] = ()
     if wanted == "auto":
+        if not (on_cpu or is_paged_possible):
+            left_out = ("paged: the model's attention layers are not supported",)
         on_gpu = "paged" if is_paged_possible else "sdpa"
         wanted = "native" if on_cpu else on_gpu
     if wanted == "native":
@@ -51,14 +59,13 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
             return AttentionChoice(backend=NativeAttention(library), name=wanted, can_capture=False)
         wanted = "sdpa"
     if wanted != "paged":
-        return AttentionChoice(backend=ATTENTION_BACKENDS[wanted], name=wanted, can_capture=False)
+        return AttentionChoice(backend=ATTENTION_BACKENDS[wanted], name=wanted, can_capture=False, left_out=left_out)
     if not is_paged_possible:
         raise ValueError("--attention paged does not support this model's attention layers; choose --attention sdpa")
     chosen = choose(context)
-    for reason in chosen.left_out:
-        logger.log(logging.INFO if on_cpu else logging.WARNING, "attention kernel disabled: %s", reason)
     # A graph has fixed shapes, but a token's experts are known only when the step runs.
-    return AttentionChoice(backend=chosen.backend, name=str(chosen), can_capture=context.config.experts is None)
+    can_capture = context.config.experts is None
+    return AttentionChoice(backend=chosen.backend, name=str(chosen), can_capture=can_capture, left_out=chosen.left_out)
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:

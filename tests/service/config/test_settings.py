@@ -50,7 +50,7 @@ def test_every_flag_sets_its_field() -> None:
     settings = read(
         *("--checkpoint", "c", "--host", "0.0.0.0", "--port", "9000", "--device", "cpu", "--dtype", "bfloat16"),
         *("--threads", "3", "--max-num-running", "5", "--max-batched-tokens", "77", "--kv-cache-memory", "12"),
-        *("--kv-cache-dtype", "float16"),
+        *("--kv-cache-dtype", "float16", "--require-fast-path"),
         *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
         *("--max-connections", "20", "--client-seconds", "2.5"),
         *("--no-enable-prefix-cache", "--max-body-size", "4", "--log-level", "debug", "--attention", "eager"),
@@ -95,6 +95,7 @@ def test_every_flag_sets_its_field() -> None:
         "reasoning_format": "none",
         "max_inspect_tokens": 128,
         "threads": 3,
+        "require_fast_path": True,
         "max_num_running": 5,
         "max_batched_tokens": 77,
         "prompt_slowdown": math.inf,
