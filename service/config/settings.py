@@ -26,6 +26,7 @@ CacheDtype = Literal["auto", "float16", "int8"]
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 # URL of an OTLP collector. The printed settings show it, so it holds no user name and password.
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
 # Standard environment variables of OpenTelemetry, by field. Kvasir's own variable of the field takes precedence.
@@ -44,8 +45,9 @@ class CheckpointSettings(CommandSettings):
 class ModelSettings(CheckpointSettings):
     """Model, device and engine settings, common to all commands that run a model."""
 
-    device: Literal["auto", "cpu", "cuda"] = option("model", "auto")
-    """device that runs the model; auto: cuda if there is a CUDA device, else cpu"""
+    device: str = option("model", "auto", metavar="auto|cpu|cuda|cuda:N")
+    """device that runs the model; auto: cuda if there is a CUDA device, else cpu; cuda:1 is the second GPU of those
+    that the environment variable CUDA_VISIBLE_DEVICES lists, which also takes names of MIG instances"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("model", "auto")
     """dtype of the model; auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels
     run, else float32"""
@@ -94,6 +96,13 @@ class ModelSettings(CheckpointSettings):
     """fraction of GPU memory for weights, activations of the largest step, CUDA graphs and KV-cache"""
     enable_prefix_cache: bool = option("engine", True)
     """reuse KV-cache blocks among sequences that begin with the same tokens"""
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError("must be auto, cpu, cuda, or one of several GPUs, such as cuda:1")
+        return value
 
     @model_validator(mode="after")
     def _check_max_batched_tokens(self) -> Self:

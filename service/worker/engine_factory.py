@@ -37,6 +37,7 @@ from service.engine.execution.gpu_setup import (
     choose_attention,
     choose_quantization,
     fuse_for_gpu,
+    wait_for_device_memory,
 )
 from service.engine.scheduling.scheduler import EngineConfig
 from service.worker.fallbacks import find_fallbacks
@@ -168,6 +169,10 @@ def build_engine(
         logger.warning("a slower path is used, because a faster one is not available: %s", fallback)
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
+    num_blocks = 0 if server is None else server.num_blocks
+    if num_blocks and device.type != "cpu":
+        needed = manifest.config.num_parameters * (dtype.itemsize if settings.quantize == "none" else 1)
+        wait_for_device_memory(needed + num_blocks * resolved.block_bytes, partial(free_bytes, device.type))
     loaded = load_model(
         manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
@@ -175,10 +180,10 @@ def build_engine(
     fuse_for_gpu(loaded)
     model = to_native(loaded)
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
-    largest = _largest_step(settings, resolved)
-    profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
-    num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
-    num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
+    if not num_blocks:
+        largest = _largest_step(settings, resolved)
+        profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
+        num_blocks = _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
     config = _engine_config(settings, num_blocks, resolved.max_context_length)
     engine = Engine(
         *(model, load_tokenizer(manifest.directory), config),
@@ -237,7 +242,7 @@ def _facts(
     has_standby: bool,
 ) -> EngineFacts:
     return EngineFacts(
-        device=resolved.context.device.type,
+        device=str(resolved.context.device),
         attention=resolved.attending.name,
         kernel_level=kernel_level,
         dtype=_name(resolved.context.dtype),
@@ -399,7 +404,7 @@ def _choose_dtype(
     """
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype], "as set"
-    if device == "cuda":
+    if device != "cpu":
         return torch.bfloat16, "auto on CUDA"
     # A quantized GGUF file has float32 norms, whatever the model's dtype was.
     is_gguf = manifest.quantization is not None and manifest.directory.suffix == SUFFIX
@@ -461,11 +466,23 @@ def keep_freed_memory() -> None:
 
 
 def find_device(wanted: str) -> str:
-    """Return the device of a --device setting. Raises `SettingsError` if this machine has no such device."""
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise SettingsError("--device cuda: no CUDA device is available; check the driver, or give --device cpu")
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
+    """Return the device of a --device setting. Raises `SettingsError` if this machine has no such device.
+
+    A GPU with a number becomes the current device: streams, Triton's kernels and free memory are the current device's.
+    """
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return wanted
+    if not torch.cuda.is_available():
+        raise SettingsError(f"--device {wanted}: no CUDA device is available; check the driver, or give --device cpu")
+    _, _, number = wanted.partition(":")
+    if number and int(number) >= (count := torch.cuda.device_count()):
+        names = "only cuda:0 is" if count == 1 else f"cuda:0 to cuda:{count - 1} are"
+        raise SettingsError(f"--device {wanted}: {names} visible; choose another, or change CUDA_VISIBLE_DEVICES")
+    if number:
+        torch.cuda.set_device(int(number))
+    return wanted
 
 
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
@@ -473,7 +490,7 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     if wanted != "float16":
         return dtype if wanted == "auto" else torch.int8
     if device != "cpu" or dtype is not torch.float32:
-        model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
+        model = f"{_name(dtype)} on {'the CPU' if device == 'cpu' else 'CUDA'}"
         raise SettingsError(
             f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; omit the flag, or "
             "give --device cpu --dtype float32"
@@ -564,5 +581,5 @@ def _length_advice(fitting: int) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free bytes of the GPU for "cuda", else the bytes of main memory that this process can still take."""
-    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
+    """Return the free bytes of the current GPU, or for "cpu" the bytes of main memory that this process can take."""
+    return available_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]

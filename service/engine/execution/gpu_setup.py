@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -136,6 +137,23 @@ def free_device_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
+
+
+def wait_for_device_memory(
+    needed: int, free_bytes: Callable[[], int], sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait until a GPU has the free bytes that a replacement worker needs. Raises ValueError after 10 s.
+
+    A dead process's memory is freed by the driver, some time after the process has ended.
+    """
+    for _ in range(100):
+        if (free := free_bytes()) >= needed:
+            return
+        sleep(0.1)
+    raise ValueError(
+        f"the GPU has {free >> 20} MiB free, and the model and its KV-cache need {needed >> 20} MiB; end the other "
+        "processes on this GPU"
+    )
 
 
 def cache_bytes(model: Transformer, largest: LargestStep, share: float, capture: Capture | None) -> int | None:

@@ -155,7 +155,10 @@ def test_every_flag_sets_its_field() -> None:
         (("--checkpoint", "c", "--model-name", ""), "--model-name: must not be empty"),
         (("--checkpoint", "c", "--host", "10.0.0.1"), "--host: must be '127.0.0.1', '0.0.0.0' or '::', not '10.0.0.1'"),
         (("--checkpoint", "c", "--port", "80"), "--port: must be greater than or equal to 1024, not '80'"),
-        (("--checkpoint", "c", "--device", "tpu"), "--device: must be 'auto', 'cpu' or 'cuda', not 'tpu'"),
+        (
+            ("--checkpoint", "c", "--device", "tpu"),
+            "--device: must be auto, cpu, cuda, or one of several GPUs, such as cuda:1",
+        ),
         (("--checkpoint", "c", "--threads", "0"), "--threads: must be auto or at least 1, not '0'"),
         (
             ("--checkpoint", "c", "--kv-cache-memory", "big"),
