@@ -1,19 +1,16 @@
 """Slower computation paths that an engine takes because a faster path is not available on this machine."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from model.config import ModelConfig
 from model.gpu.quantization import Quantization
 from model.native.native_transformer import computes
+from model.system.limits import has_nvidia_driver
 from model.system.triton_modules import import_with_triton
 from service.config.settings import ModelSettings, SettingsError
 from service.engine.execution.gpu_setup import AttentionChoice
-
-# Device file of NVIDIA's driver. PyTorch does not say why it finds no CUDA device.
-_NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
 def find_fallbacks(
@@ -42,7 +39,7 @@ def find_fallbacks(
 
 
 def _on_cpu(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, missing_kernels: str) -> Iterator[str]:
-    if settings.device == "auto" and _NVIDIA_DEVICE.exists():
+    if settings.device == "auto" and has_nvidia_driver():  # PyTorch does not say why it finds no device
         yield "CUDA: PyTorch finds no CUDA device, and this machine has NVIDIA's driver"
     if settings.attention not in ("auto", "native"):
         return

@@ -7,6 +7,7 @@ import pytest
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.manifest import read_manifest
+from service.config import settings as settings_module
 from service.config.flags import is_secret, variable_of
 from service.config.settings import (
     EvalSettings,
@@ -412,3 +413,22 @@ def test_the_attention_flag_accepts_every_backend() -> None:
     for kind in (ServeSettings, GenerateSettings):
         annotation = kind.model_fields["attention"].annotation
         assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "native", "paged"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_driver", "expected"),
+    [
+        ((), False, (64, 512)),
+        ((), True, (256, 4096)),
+        (("--device", "cpu"), True, (64, 512)),
+        (("--device", "cuda:1"), False, (256, 4096)),
+        (("--device", "cuda", "--max-num-running", "8"), False, (8, 4096)),
+        (("--device", "cuda", "--max-batched-tokens", "128"), False, (64, 128)),
+    ],
+)
+def test_a_gpu_gets_larger_steps_unless_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], has_driver: bool, expected: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(settings_module, "has_nvidia_driver", lambda: has_driver)
+    found = read("--checkpoint", "c", *flags)
+    assert (found.max_num_running, found.max_batched_tokens) == expected

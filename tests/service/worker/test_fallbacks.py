@@ -67,8 +67,8 @@ def test_a_cpu_without_native_kernels_has_a_fallback() -> None:
     assert found("cpu", dtype=torch.float64) == ("native kernels: they do not compute this model in float64",)
 
 
-def test_a_gpu_that_pytorch_does_not_find_is_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fallbacks, "_NVIDIA_DEVICE", tmp_path)
+def test_a_gpu_that_pytorch_does_not_find_is_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fallbacks, "has_nvidia_driver", lambda: True)
     assert found("cpu") == ("CUDA: PyTorch finds no CUDA device, and this machine has NVIDIA's driver",)
     assert found("cpu", device="cpu") == ()
 
