@@ -137,3 +137,8 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def has_nvidia_driver(root: Path = _ROOT) -> bool:
+    """Return whether NVIDIA's driver runs on this machine, known without CUDA, by its device file."""
+    return (root / "dev" / "nvidiactl").exists()

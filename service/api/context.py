@@ -120,6 +120,7 @@ class ApiContext:
             level=None if serving is None else serving.kernel_level,
             attention=None if serving is None else serving.attention,
             dtype=None if serving is None else serving.dtype,
+            fallbacks=() if serving is None else serving.fallbacks,
         )
 
 

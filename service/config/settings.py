@@ -15,6 +15,7 @@ from pydantic import ByteSize, SecretStr, ValidationError, field_validator, mode
 from model.checkpoint.manifest import MANIFEST_FILE
 from model.config import ModelConfig
 from model.kernels.build import CACHE
+from model.system.limits import has_nvidia_driver
 from service.config import flags
 from service.config.flags import AutoOrCount, AutoOrSize, CommandSettings, Names, OutputFile, Paths, Size, Texts, option
 from service.config.flags import SettingsError as SettingsError
@@ -26,6 +27,8 @@ CacheDtype = Literal["auto", "float16", "int8"]
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 # URL of an OTLP collector. The printed settings show it, so it holds no user name and password.
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
+_GPU_DEFAULTS = {"max_num_running": 256, "max_batched_tokens": 4096}
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
 # Standard environment variables of OpenTelemetry, by field. Kvasir's own variable of the field takes precedence.
@@ -44,8 +47,9 @@ class CheckpointSettings(CommandSettings):
 class ModelSettings(CheckpointSettings):
     """Model, device and engine settings, common to all commands that run a model."""
 
-    device: Literal["auto", "cpu", "cuda"] = option("model", "auto")
-    """device that runs the model; auto: cuda if there is a CUDA device, else cpu"""
+    device: str = option("model", "auto", metavar="auto|cpu|cuda|cuda:N")
+    """device that runs the model; auto: cuda if there is a CUDA device, else cpu; cuda:1 is the second GPU of those
+    that the environment variable CUDA_VISIBLE_DEVICES lists, which also takes names of MIG instances"""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = option("model", "auto")
     """dtype of the model; auto: bfloat16 on CUDA; on a CPU bfloat16 if the checkpoint is bfloat16 and native kernels
     run, else float32"""
@@ -61,6 +65,9 @@ class ModelSettings(CheckpointSettings):
     """capture steps as CUDA graphs and replay them (CUDA with paged attention)"""
     lookahead: bool = option("engine", True)
     """launch each decode step before the tokens of the previous step are read back (CUDA)"""
+    require_fast_path: bool = option("model", False)
+    """do not start if a slower path had to be used: without native kernels on a CPU, or without Triton, flash attention
+    or CUDA graphs on a GPU; the error names what is missing"""
     threads: AutoOrCount = option("model", "auto")
     """CPU threads of the model; auto: all usable CPUs, or one less without native kernels"""
     generation_config: bool = option("model", True)
@@ -68,9 +75,9 @@ class ModelSettings(CheckpointSettings):
     max_context_length: AutoOrCount = option("engine", "auto")
     """maximum tokens of prompt and completion together; auto: all positions of the model"""
     max_num_running: int = option("engine", 64, ge=1, le=4096)
-    """maximum sequences in one step"""
+    """maximum sequences in one step; the default on a GPU is 256"""
     max_batched_tokens: int = option("engine", 512, ge=1)
-    """maximum tokens computed in one step"""
+    """maximum tokens computed in one step; the default on a GPU is 4096"""
     prompt_slowdown: float = option("engine", 1.75, ge=1)
     """maximum slowdown of a decode step caused by chunked prefill, as an approximate factor; inf: no limit"""
     target_itl_ms: float = option("engine", 0.0, ge=0, le=60_000)
@@ -91,6 +98,22 @@ class ModelSettings(CheckpointSettings):
     """fraction of GPU memory for weights, activations of the largest step, CUDA graphs and KV-cache"""
     enable_prefix_cache: bool = option("engine", True)
     """reuse KV-cache blocks among sequences that begin with the same tokens"""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_gpu_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """A GPU needs thousands of tokens in a step to be busy. With --device auto, NVIDIA's driver means a GPU."""
+        device = values.get("device", "auto")
+        if "max_batched_tokens" in values or not (device[:4] == "cuda" or (device == "auto" and has_nvidia_driver())):
+            return values
+        return _GPU_DEFAULTS | values
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not _DEVICE.fullmatch(value):
+            raise ValueError("must be auto, cpu, cuda, or one of several GPUs, such as cuda:1")
+        return value
 
     @model_validator(mode="after")
     def _check_max_batched_tokens(self) -> Self:

@@ -232,19 +232,28 @@ class Engine:
             plan, read = self._scheduler.schedule(), None
             if before is not None and plan.admitted:
                 before(plan.admitted)
-            if plan.chunks:
+        try:
+            if read is None and plan.chunks:
                 masks = self._grammars.masks(plan) if self._grammars.uids else None
                 inputs = self._inputs.build(plan, masks)
                 if self._looks_ahead and _needs_no_host(plan, inputs):
                     read = self._runner.launch(inputs)
                 else:
                     outputs = self._runner.run(inputs)
-        if read is not None:
-            ahead = self._scheduler.schedule_ahead(plan)
-            if ahead is not None:
-                self._launched = self._runner.launch(self._inputs.build(ahead))
-                self._plan = ahead
-            outputs = read()
+            if read is not None:
+                ahead = self._scheduler.schedule_ahead(plan)
+                if ahead is not None:
+                    self._launched = self._runner.launch(self._inputs.build(ahead))
+                    self._plan = ahead
+                outputs = read()
+        except torch.OutOfMemoryError as error:
+            if plan.num_tokens == 1:
+                raise
+            logger.warning("a step of %d tokens is repeated in smaller steps: %s", plan.num_tokens, first_line(error))
+            self._plan = self._launched = None
+            plan = self._scheduler.preempt_all(plan)
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
         failed: list[SequenceState] = []
         if outputs.non_finite:
             failed = self._scheduler.end_non_finite(plan, outputs.non_finite)

@@ -5,6 +5,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import StepOutputs
 from service.engine.scheduling.step_plan import MIN_ROWS
@@ -37,6 +39,7 @@ class FakeRunner:
         self.num_slots = (num_blocks + 1) * block_size
         self.batches: list[tuple[int, ...]] = []  # query lengths of each computed step
         self.fail_at: int | None = None  # number of the step that raises RuntimeError
+        self.max_rows: int | None = None  # larger steps raise OutOfMemoryError
         self.order: list[int] = []  # step numbers: positive for a launch, negative for a read, 0 for a run at once
         self._vocab_size = vocab_size
         self._queue: deque[tuple[int, ModelInputs]] = deque()
@@ -90,6 +93,8 @@ class FakeRunner:
         self._seconds += self.step_seconds + self.row_seconds * len(inputs.token_ids_T)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
+        if self.max_rows is not None and len(inputs.token_ids_T) > self.max_rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         self.batches.append(metadata.query_lengths)
         if self.fail_at == len(self.batches):
             raise RuntimeError("the fake runner fails at this step")

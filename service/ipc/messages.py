@@ -151,6 +151,7 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_lik
     num_blocks: int
     block_size: int
     startup_seconds: float
+    fallbacks: tuple[str, ...] = ()
 
 
 class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):

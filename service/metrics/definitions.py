@@ -171,6 +171,8 @@ _FAMILIES = (
     Family("engine_state", _G, "1", "State of the service: 1 for the current state, 0 for all other states.",
            ("state",), tuple((state,) for state in EngineState)),
     Family("startup_seconds", _G, "seconds", "Time from the worker's start to ready: model load and warm-up."),
+    Family("fallbacks", _G, "paths",
+           "Slower computation paths in use, because faster ones are not available; `/ready` names them."),
     Family("worker_restarts", _C, "restarts", "Workers that died and were replaced.",
            ("reason",), (("signal",), ("exit",))),
     Family("requests_replayed", _C, "requests", "Requests that a dead worker left unfinished, by outcome.",

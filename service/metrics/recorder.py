@@ -114,6 +114,7 @@ class Metrics:
         shape = (str(worker.block_size), str(worker.num_blocks), worker.kv_cache_dtype, worker.device)
         self._metric("cache_config_info", *shape).set(1)
         self._metric("startup_seconds").set(worker.startup_seconds)
+        self._metric("fallbacks").set(len(worker.fallbacks))
         self.observe_engine(EngineIdle())
 
     def observe_engine(self, event: StepStats | EngineIdle) -> None:

@@ -295,7 +295,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     `eta_s`: expected seconds until the server is ready, or until a drain ends; null if unknown.
 
     `level` (instruction set of the native kernels), `attention` (backend) and `dtype` are of the running worker
-    process, null without one. `level` is also null if the worker computes with PyTorch's kernels.
+    process, null without one. `level` is also null if the worker computes with PyTorch's kernels. `fallbacks` names the
+    faster paths that the worker had to do without, each with the reason.
     """
 
     state: Literal["ready", "loading", "draining", "stalled"]
@@ -305,6 +306,7 @@ class Readiness(msgspec.Struct, kw_only=True):
     level: str | None = None
     attention: str | None = None
     dtype: str | None = None
+    fallbacks: tuple[str, ...] = ()
 
 
 class Health(msgspec.Struct, kw_only=True):

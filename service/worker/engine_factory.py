@@ -39,8 +39,10 @@ from service.engine.execution.gpu_setup import (
     choose_attention,
     choose_quantization,
     fuse_for_gpu,
+    wait_for_device_memory,
 )
 from service.engine.scheduling.scheduler import EngineConfig
+from service.worker.fallbacks import find_fallbacks
 from service.worker.memory_plan import LOADED_QUANTIZED_BYTES, LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 logger = logging.getLogger(__name__)
@@ -77,6 +79,7 @@ class EngineFacts:
     kv_cache_dtype: str
     reasons: Mapping[str, str]  # reasons for chosen values, by the setting's name
     has_standby: bool = True  # a standby worker is wanted and fits into memory
+    fallbacks: tuple[str, ...] = ()  # faster paths that are not available, each with the reason
 
     def __str__(self) -> str:
         stored = f" ({self.reasons['matrices']})" if "matrices" in self.reasons else ""
@@ -107,6 +110,7 @@ class EngineFacts:
             "max_context_length": self.max_context_length,
             "kv_cache_memory": self.kv_cache,
             "kv_cache_dtype": self.kv_cache_dtype,
+            "fallbacks": "; ".join(self.fallbacks) or "none",
         }
         return values | {name: f"{values[name]} ({reason})" for name, reason in self.reasons.items()}
 
@@ -137,6 +141,7 @@ class _ResolvedSettings(NamedTuple):
     threads: int
     max_context_length: int
     reasons: Mapping[str, str]
+    fallbacks: tuple[str, ...]
 
     @property
     def block_bytes(self) -> int:
@@ -162,8 +167,14 @@ def build_engine(
     manifest = _as_served(settings, manifest)
     resolved = _resolve(settings, manifest)
     torch.set_num_threads(resolved.threads)
+    for fallback in resolved.fallbacks:
+        logger.warning("a slower path is used, because a faster one is not available: %s", fallback)
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
+    num_blocks = 0 if server is None else server.num_blocks
+    if num_blocks and device.type != "cpu":
+        needed = manifest.config.num_parameters * (dtype.itemsize if settings.quantize == "none" else 1)
+        wait_for_device_memory(needed + num_blocks * resolved.block_bytes, partial(free_bytes, device.type))
     loaded = load_model(
         manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
@@ -174,10 +185,10 @@ def build_engine(
         model = to_native(loaded)
     tokenizer = loading.result()
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
-    largest = _largest_step(settings, resolved)
-    profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
-    num_blocks = server.num_blocks if server is not None and profiled_bytes is None else 0
-    num_blocks = num_blocks or _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
+    if not num_blocks:
+        largest = _largest_step(settings, resolved)
+        profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
+        num_blocks = _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
     config = _engine_config(settings, num_blocks, resolved.max_context_length)
     engine = Engine(
         *(model, tokenizer, config),
@@ -237,7 +248,7 @@ def _facts(
     has_standby: bool,
 ) -> EngineFacts:
     return EngineFacts(
-        device=resolved.context.device.type,
+        device=str(resolved.context.device),
         attention=resolved.attending.name,
         kernel_level=kernel_level,
         dtype=_name(resolved.context.dtype),
@@ -250,6 +261,7 @@ def _facts(
         kv_cache_dtype=_name(resolved.cache_dtype),
         reasons={**resolved.reasons, **_stored_format(manifest, matrices)},
         has_standby=has_standby,
+        fallbacks=resolved.fallbacks,
     )
 
 
@@ -284,7 +296,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
     """Resolve the settings that may be "auto". Raises `SettingsError` if a setting does not fit model or device."""
     max_context_length, device = context_length(settings, manifest.config), find_device(settings.device)
     check_quantize(settings.quantize, manifest)
-    library = _load_kernels(settings, device)
+    library, missing_kernels = _load_kernels(settings, device)
     dtype, dtype_reason = _choose_dtype(settings, manifest, device, library)
     library = library if computes(manifest.config, dtype) else None
     threads, threads_reason = _choose_threads(settings, is_native=library is not None)
@@ -297,6 +309,9 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         attending = choose_attention(settings.attention, context, library)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    fallbacks = find_fallbacks(
+        settings, manifest.config, dtype, attending, quantization, device=device, missing_kernels=missing_kernels
+    )
     packs = device == "cpu" and (library is not None or _matrix_kind(settings.quantize, device, dtype) != "plain")
     packed = MATRICES if packs else ()
     if packs and manifest.config.tie_embeddings and (library is not None or settings.quantize != "none"):
@@ -311,6 +326,7 @@ def _resolve(settings: ModelSettings, manifest: Manifest) -> _ResolvedSettings:
         threads=threads,
         max_context_length=max_context_length,
         reasons={"dtype": dtype_reason, "threads": threads_reason},
+        fallbacks=fallbacks,
     )
 
 
@@ -372,16 +388,19 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load_kernels(settings: ModelSettings, device: str) -> KernelLibrary | None:
-    """Load the native CPU kernels, compiled first if they are missing; None if PyTorch's kernels are used instead."""
-    is_wanted = settings.attention == "native" or (settings.attention == "auto" and bool(levels_here()))
-    if device != "cpu" or not is_wanted:
-        return None
+def _load_kernels(settings: ModelSettings, device: str) -> tuple[KernelLibrary | None, str]:
+    """Load the native CPU kernels, compiled first if they are missing. Return them, or None and the reason.
+
+    The reason is empty if the settings or the device ask for other kernels.
+    """
+    if device != "cpu" or settings.attention not in ("auto", "native"):
+        return None, ""
+    if settings.attention == "auto" and not levels_here():
+        return None, "this CPU has no AVX2"
     try:
-        return load_kernels(settings.cache_dir)
+        return load_kernels(settings.cache_dir), ""
     except BuildError as error:
-        logger.warning("native kernels are not available, so PyTorch's slower kernels are used: %s", error)
-        return None
+        return None, str(error)
 
 
 def _choose_dtype(
@@ -393,7 +412,7 @@ def _choose_dtype(
     """
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype], "as set"
-    if device == "cuda":
+    if device != "cpu":
         return torch.bfloat16, "auto on CUDA"
     # A quantized GGUF file has float32 norms, whatever the model's dtype was.
     is_gguf = manifest.quantization is not None and manifest.directory.suffix == SUFFIX
@@ -455,11 +474,23 @@ def keep_freed_memory() -> None:
 
 
 def find_device(wanted: str) -> str:
-    """Return the device of a --device setting. Raises `SettingsError` if this machine has no such device."""
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
-        raise SettingsError("--device cuda: no CUDA device is available; check the driver, or give --device cpu")
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and has_cuda) else "cpu"
+    """Return the device of a --device setting. Raises `SettingsError` if this machine has no such device.
+
+    A GPU with a number becomes the current device: streams, Triton's kernels and free memory are the current device's.
+    """
+    if wanted == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if wanted == "cpu":
+        return wanted
+    if not torch.cuda.is_available():
+        raise SettingsError(f"--device {wanted}: no CUDA device is available; check the driver, or give --device cpu")
+    _, _, number = wanted.partition(":")
+    if number and int(number) >= (count := torch.cuda.device_count()):
+        names = "only cuda:0 is" if count == 1 else f"cuda:0 to cuda:{count - 1} are"
+        raise SettingsError(f"--device {wanted}: {names} visible; choose another, or change CUDA_VISIBLE_DEVICES")
+    if number:
+        torch.cuda.set_device(int(number))
+    return wanted
 
 
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
@@ -467,7 +498,7 @@ def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtyp
     if wanted != "float16":
         return dtype if wanted == "auto" else torch.int8
     if device != "cpu" or dtype is not torch.float32:
-        model = f"{_name(dtype)} on {'CUDA' if device == 'cuda' else 'the CPU'}"
+        model = f"{_name(dtype)} on {'the CPU' if device == 'cpu' else 'CUDA'}"
         raise SettingsError(
             f"--kv-cache-dtype {wanted} needs a float32 model on the CPU, and this model is {model}; omit the flag, or "
             "give --device cpu --dtype float32"
@@ -559,5 +590,5 @@ def _length_advice(fitting: int) -> str:
 
 
 def free_bytes(device: str) -> int:
-    """Return the free bytes of the GPU for "cuda", else the bytes of main memory that this process can still take."""
-    return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory_bytes()
+    """Return the free bytes of the current GPU, or for "cpu" the bytes of main memory that this process can take."""
+    return available_memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]

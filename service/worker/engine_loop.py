@@ -76,7 +76,8 @@ class EngineLoop:
         """Run one iteration: wait for work, take all commands, run at most one step and one attention query.
 
         Raises:
-            RuntimeError: two engine steps in a row have failed. All sequences have been aborted.
+            RuntimeError: two engine steps in a row have failed, and all sequences have been aborted. Or the CUDA device
+                is unusable for this process: its sequences have not ended, and a new worker continues them.
         """
         if not self._engine.has_work and not self._queries:
             self._send([EngineIdle()])
@@ -103,7 +104,8 @@ class EngineLoop:
         began, weights = self._clock(), None
         try:
             weights = self._engine.attention_weights(query.token_ids, layer=query.layer, heads=query.heads)
-        except Exception:  # as in a step, the client gets an error and the service continues
+        except Exception as error:  # as in a step, the client gets an error and the service continues
+            _check_device(error)
             logger.exception("an attention query of layer %d failed; its client gets an error", query.layer)
         ended = self._clock()
         self._next_query_seconds = ended + _STEPS_PER_QUERY * (ended - began)
@@ -113,6 +115,7 @@ class EngineLoop:
         try:
             result = self._engine.step(before=self._report_started)
         except Exception as error:  # on any failure every request gets an error, and the service continues
+            _check_device(error)
             logger.exception("an engine step failed; all unfinished sequences end with an error")
             self._num_failures += 1
             if endings := self._engine.abort_all(_FAILED):
@@ -149,3 +152,12 @@ class EngineLoop:
     def _report_started(self, sequences: list[tuple[str, int]]) -> None:
         """Send `Started` for each (uid, attempt) before its first step, so that a crash can be attributed to it."""
         self._send_now([Started(uid=uid, attempt=attempt) for uid, attempt in sequences])
+
+
+def _check_device(error: Exception) -> None:
+    """Raise RuntimeError if an engine's failure is a CUDA error, after which all CUDA calls of this process fail.
+
+    Exhausted memory is another error, `torch.OutOfMemoryError`. This module does not import torch.
+    """
+    if type(error).__name__ == "AcceleratorError" or "CUDA error" in str(error):
+        raise RuntimeError("the CUDA device reported an error; the worker process ends") from error

@@ -50,7 +50,7 @@ class ServerNeeds(NamedTuple):
     """Facts about the server that decide how much memory a worker may take."""
 
     standby: bool  # a standby worker is wanted
-    num_blocks: int  # KV-cache blocks of the first worker on a CPU, which a replacement gets too; 0 for the first
+    num_blocks: int  # KV-cache blocks of the first worker, which a replacement gets too; 0 for the first
     adapter_bytes: int = 0  # memory in which the adapters of --lora are loaded, after the model
 
 

@@ -194,6 +194,7 @@ class Worker:
             num_blocks=facts.num_blocks,
             block_size=facts.block_size,
             startup_seconds=time.monotonic() - started_seconds,
+            fallbacks=facts.fallbacks,
         )
         logger.info("worker ready after %.1f s: %s", ready.startup_seconds, facts)
         self._serve(engine, ready, after_step)
@@ -290,8 +291,12 @@ class Worker:
         gc.collect()
         trim_heap()  # frees 126 MB with a model of 1.2 GB: mostly parsed JSON of the tokenizer
         gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream
-        while True:
-            engine_loop.run_once()
+        try:
+            while True:
+                engine_loop.run_once()
+        except Exception:
+            logger.exception("the engine failed; the worker process ends")
+            os._exit(1)  # the interpreter's finalization could wait for a failed CUDA device
 
 
 def _carry(outbox: SimpleQueue[list[Event]], channel: WorkerChannel) -> NoReturn:

@@ -20,6 +20,7 @@ HELLO = WorkerReady(
     num_blocks=64,
     block_size=16,
     startup_seconds=1.5,
+    fallbacks=("native kernels: no C++ compiler",),
 )
 STEP = StepStats(
     num_running=3,
@@ -132,6 +133,7 @@ OBSERVATIONS = (
         changes={
             'cache_config_info{block_size="16",cache_dtype="float16",device="cpu",num_gpu_blocks="64"}': 1,
             "startup_seconds": 1.5,
+            "fallbacks": 1,
         },
     ),
     Observation(name="step", make=lambda metrics: metrics.observe_engine(STEP), changes=_STEPPED),

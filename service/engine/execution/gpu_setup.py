@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -27,11 +28,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
-    """Attention backend of a model, with its name for logs. `can_capture`: CUDA graphs can capture its kernels."""
+    """Attention backend of a model, with its name for logs.
+
+    can_capture: CUDA graphs can capture the backend's kernels.
+    left_out: better kernels or backends that are not supported, as "name: reason".
+    """
 
     backend: AttentionBackend
     name: str
     can_capture: bool
+    left_out: tuple[str, ...] = ()
 
 
 def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary | None) -> AttentionChoice:
@@ -41,7 +47,10 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
     native kernels can compute the model (`library` is None), sdpa replaces native.
     """
     on_cpu, is_paged_possible = context.device.type == "cpu", fits(context.config)
+    left_out: tuple[str, ...] = ()
     if wanted == "auto":
+        if not (on_cpu or is_paged_possible):
+            left_out = ("paged: the model's attention layers are not supported",)
         on_gpu = "paged" if is_paged_possible else "sdpa"
         wanted = "native" if on_cpu else on_gpu
     if wanted == "native":
@@ -51,14 +60,13 @@ def choose_attention(wanted: str, context: KernelContext, library: KernelLibrary
             return AttentionChoice(backend=NativeAttention(library), name=wanted, can_capture=False)
         wanted = "sdpa"
     if wanted != "paged":
-        return AttentionChoice(backend=ATTENTION_BACKENDS[wanted], name=wanted, can_capture=False)
+        return AttentionChoice(backend=ATTENTION_BACKENDS[wanted], name=wanted, can_capture=False, left_out=left_out)
     if not is_paged_possible:
         raise ValueError("--attention paged does not support this model's attention layers; choose --attention sdpa")
     chosen = choose(context)
-    for reason in chosen.left_out:
-        logger.log(logging.INFO if on_cpu else logging.WARNING, "attention kernel disabled: %s", reason)
     # A graph has fixed shapes, but a token's experts are known only when the step runs.
-    return AttentionChoice(backend=chosen.backend, name=str(chosen), can_capture=context.config.experts is None)
+    can_capture = context.config.experts is None
+    return AttentionChoice(backend=chosen.backend, name=str(chosen), can_capture=can_capture, left_out=chosen.left_out)
 
 
 def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype) -> Quantization | None:
@@ -129,6 +137,23 @@ def free_device_bytes() -> int:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]
+
+
+def wait_for_device_memory(
+    needed: int, free_bytes: Callable[[], int], sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait until a GPU has the free bytes that a replacement worker needs. Raises ValueError after 10 s.
+
+    A dead process's memory is freed by the driver, some time after the process has ended.
+    """
+    for _ in range(100):
+        if (free := free_bytes()) >= needed:
+            return
+        sleep(0.1)
+    raise ValueError(
+        f"the GPU has {free >> 20} MiB free, and the model and its KV-cache need {needed >> 20} MiB; end the other "
+        "processes on this GPU"
+    )
 
 
 def cache_bytes(model: Transformer, largest: LargestStep, share: float, capture: Capture | None) -> int | None:

@@ -83,6 +83,7 @@ class Scheduler:
         self._draft_policy = DraftPolicy(config.max_batched_tokens)
         self._prefill_budget = PrefillBudget(config.prompt_slowdown)
         self._limit = RunningLimit(config.target_itl_seconds, config.max_num_running)
+        self._max_step_tokens = config.max_batched_tokens  # fewer after a step that lacked memory, until idle
         self._scheduled_seconds = self._committed_seconds = 0.0
         self._sequences: dict[str, SequenceState] = {}
         self._waiting = FairQueue()
@@ -127,6 +128,8 @@ class Scheduler:
                 f"prompt and max_tokens together may reach {sequence.max_length} tokens, but the KV-cache holds "
                 f"{capacity}; send a shorter prompt, or lower max_tokens"
             )
+        if not self._sequences:
+            self._max_step_tokens = self._config.max_batched_tokens
         self._sequences[sequence.uid] = sequence
         self._waiting.add(sequence)
         self._num_with_deadline += sequence.deadline_seconds is not None
@@ -147,7 +150,7 @@ class Scheduler:
         """Admit waiting sequences, and plan the engine's next step. A `commit` with the sampled tokens must follow."""
         self._num_preemptions = self._num_prompt_tokens = 0
         self._scheduled_seconds = self._clock()
-        budget, size = self._config.max_batched_tokens, self._config.block_size
+        budget, size = self._max_step_tokens, self._config.block_size
         if self._config.max_draft_tokens:
             draft_budget, draft_cost = self._draft_policy.limits(len(self._running))
         chunks: list[Chunk] = []
@@ -301,6 +304,18 @@ class Scheduler:
         self._committed_seconds = now
         self._scheduled_seconds = now  # the duration of a step launched ahead is measured from here
         return updates
+
+    def preempt_all(self, plan: StepPlan) -> StepPlan:
+        """Preempt the sequences of a step that lacked memory, to repeat it in steps of half as many tokens.
+
+        Return an empty plan with the statistics. The limit on a step's tokens ends when no sequence is left.
+        """
+        preempted = [sequence for chunk in plan.chunks if (sequence := self._running_sequence(chunk)) is not None]
+        for sequence in preempted:
+            self._preempt(sequence)
+        self._pool.forget()  # blocks of the failed step are in the prefix cache, and may not have been computed
+        self._max_step_tokens = max(1, plan.num_tokens // 2)
+        return StepPlan(chunks=(), num_preemptions=plan.num_preemptions + len(preempted))
 
     def end_non_finite(self, plan: StepPlan, non_finite: frozenset[int]) -> list[SequenceState]:
         """End the running sequences with NaN or infinity in a computed step, and return them. A `commit` must follow.

@@ -7,6 +7,7 @@ import pytest
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.manifest import read_manifest
+from service.config import settings as settings_module
 from service.config.flags import is_secret, variable_of
 from service.config.settings import (
     EvalSettings,
@@ -50,7 +51,7 @@ def test_every_flag_sets_its_field() -> None:
     settings = read(
         *("--checkpoint", "c", "--host", "0.0.0.0", "--port", "9000", "--device", "cpu", "--dtype", "bfloat16"),
         *("--threads", "3", "--max-num-running", "5", "--max-batched-tokens", "77", "--kv-cache-memory", "12"),
-        *("--kv-cache-dtype", "float16"),
+        *("--kv-cache-dtype", "float16", "--require-fast-path"),
         *("--block-size", "32", "--max-waiting-requests", "9", "--drain-seconds", "1.5", "--model-name", "m"),
         *("--max-connections", "20", "--client-seconds", "2.5"),
         *("--no-enable-prefix-cache", "--max-body-size", "4", "--log-level", "debug", "--attention", "eager"),
@@ -97,6 +98,7 @@ def test_every_flag_sets_its_field() -> None:
         "reasoning_format": "none",
         "max_inspect_tokens": 128,
         "threads": 3,
+        "require_fast_path": True,
         "max_num_running": 5,
         "max_batched_tokens": 77,
         "prompt_slowdown": math.inf,
@@ -159,7 +161,10 @@ def test_every_flag_sets_its_field() -> None:
         (("--checkpoint", "c", "--model-name", ""), "--model-name: must not be empty"),
         (("--checkpoint", "c", "--host", "10.0.0.1"), "--host: must be '127.0.0.1', '0.0.0.0' or '::', not '10.0.0.1'"),
         (("--checkpoint", "c", "--port", "80"), "--port: must be greater than or equal to 1024, not '80'"),
-        (("--checkpoint", "c", "--device", "tpu"), "--device: must be 'auto', 'cpu' or 'cuda', not 'tpu'"),
+        (
+            ("--checkpoint", "c", "--device", "tpu"),
+            "--device: must be auto, cpu, cuda, or one of several GPUs, such as cuda:1",
+        ),
         (("--checkpoint", "c", "--threads", "0"), "--threads: must be auto or at least 1, not '0'"),
         (
             ("--checkpoint", "c", "--kv-cache-memory", "big"),
@@ -413,3 +418,22 @@ def test_the_attention_flag_accepts_every_backend() -> None:
     for kind in (ServeSettings, GenerateSettings):
         annotation = kind.model_fields["attention"].annotation
         assert set(getattr(annotation, "__args__", ())) == set(ATTENTION_BACKENDS) | {"auto", "native", "paged"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_driver", "expected"),
+    [
+        ((), False, (64, 512)),
+        ((), True, (256, 4096)),
+        (("--device", "cpu"), True, (64, 512)),
+        (("--device", "cuda:1"), False, (256, 4096)),
+        (("--device", "cuda", "--max-num-running", "8"), False, (8, 4096)),
+        (("--device", "cuda", "--max-batched-tokens", "128"), False, (64, 128)),
+    ],
+)
+def test_a_gpu_gets_larger_steps_unless_they_are_given(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], has_driver: bool, expected: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(settings_module, "has_nvidia_driver", lambda: has_driver)
+    found = read("--checkpoint", "c", *flags)
+    assert (found.max_num_running, found.max_batched_tokens) == expected

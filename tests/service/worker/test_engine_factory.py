@@ -93,9 +93,12 @@ def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
     _, facts = build_engine(settings(stored.directory), stored)
     assert facts.dtype == "float32", "no kernels could be had"
     (record,) = caplog.records
-    assert (
-        record.getMessage() == "native kernels are not available, so PyTorch's slower kernels are used: no C++ compiler"
+    assert facts.fallbacks == ("native kernels: no C++ compiler",)
+    assert record.getMessage() == (
+        "a slower path is used, because a faster one is not available: native kernels: no C++ compiler"
     )
+    with pytest.raises(SettingsError, match="--require-fast-path: not available: native kernels: no C"):
+        build_engine(settings(stored.directory, require_fast_path=True), stored)
 
 
 def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_checkpoint: Path) -> None:

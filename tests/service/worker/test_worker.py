@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from service.ipc.messages import (
     Cancel,
@@ -218,6 +219,30 @@ def test_a_second_engine_failure_in_a_row_ends_the_worker(bench: Bench) -> None:
     with pytest.raises(RuntimeError, match="two engine steps in a row"):
         bench.engine_loop.run_once()
     assert bench.uids() == [["a"], ["b"]], "the second one has its ending, too"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("unspecified launch failure"),
+    ],
+)
+def test_a_cuda_error_ends_the_worker_and_no_request(bench: Bench, error: Exception) -> None:
+    """A new worker continues the requests: every later CUDA call of this process would fail."""
+    bench.engine.failures = [error]
+    bench.put(make_submit("a"))
+    with pytest.raises(RuntimeError, match="the CUDA device reported an error"):
+        bench.engine_loop.run_once()
+    assert not bench.sent
+    assert "abort_all" not in bench.engine.calls
+
+
+def test_exhausted_gpu_memory_does_not_end_the_worker(bench: Bench) -> None:
+    bench.engine.failures = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")]
+    bench.put(make_submit("a"))
+    bench.engine_loop.run_once()
+    assert bench.uids() == [["a"]]
 
 
 def test_engine_failures_with_a_success_between_do_not_end_the_worker(bench: Bench) -> None:
