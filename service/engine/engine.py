@@ -4,6 +4,7 @@ One thread does all of this. Only grammars are compiled, their token masks compu
 background threads.
 """
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ import msgspec
 import torch
 
 from model.checkpoint.lora_adapter import Adapter
+from model.io.files import first_line
 from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
@@ -28,6 +30,8 @@ from service.engine.scheduling.scheduler import EngineConfig, Scheduler, Sequenc
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import ADAPTER_LOST, NON_FINITE, FinishReason, LoadAdapter, StepStats, Submit, TokenDelta
+
+logger = logging.getLogger(__name__)
 
 # Running sequences and tokens per KV block of `complete_batch`.
 _MAX_NUM_RUNNING, _BLOCK_SIZE = 32, 16

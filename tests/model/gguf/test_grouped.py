@@ -77,7 +77,8 @@ def test_parts_of_a_matrix_have_the_same_bits(tmp_path: Path, other: str) -> Non
     assert bool(((weight.dense() - expected).abs() <= (largest / 253 if other == "Q8_0" else 0.0)).all())
     if weight.bits == 6:
         layers = (make_grouped_linear(each, None) for each in (weight, map_grouped(headers)))
-        unpacked, mapped = (pack(layer, library_of(next(iter(BUILDABLE))), HugePages(), gated=False) for layer in layers)
+        kernels = library_of(next(iter(BUILDABLE)))
+        unpacked, mapped = (pack(layer, kernels, HugePages(), gated=False) for layer in layers)
         assert torch.equal(unpacked.weight, mapped.weight)
 
 
