@@ -84,23 +84,26 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 @functools.lru_cache(maxsize=1)
 def read_gguf_config(file: GgufFile) -> TokenizerConfig:
     """Return the special tokens, EOS ids and chat template in a GGUF file's metadata. Raises CheckpointError."""
-    tokens, types = file.strings("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+    span, types = file.arrays.get("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+    num_tokens = 0 if span is None else span.count
 
     def token_id(role: str) -> int | None:
         value = file.scalars.get(f"tokenizer.ggml.{role}_token_id")
-        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+        return value if isinstance(value, int) and 0 <= value < num_tokens else None
 
     ids = {role: number for role in _GGUF_ROLES if (number := token_id(role)) is not None}
-    roles = {f"{_GGUF_ROLES[role]}_token": tokens[number] for role, number in ids.items()}
-    special = {name for name, kind in zip(tokens, types, strict=False) if kind in _GGUF_SPECIAL}
+    controls = {number for number, kind in enumerate(types) if kind in _GGUF_SPECIAL and number < num_tokens}
+    wanted = sorted(controls.union(ids.values()))
+    names = dict(zip(wanted, file.strings("tokenizer.ggml.tokens", frozenset(wanted)), strict=True))
+    roles = {f"{_GGUF_ROLES[role]}_token": names[number] for role, number in ids.items()}
     ends = {number for role in ("eos", "eot", "eom") if (number := token_id(role)) is not None}
-    ends |= {number for number, name in enumerate(tokens) if name in _ENDS_OF_TURNS and name in special}
+    ends |= {number for number in controls if names[number] in _ENDS_OF_TURNS}
     # Source of the defaults: llama_vocab of llama.cpp.
     is_sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     default_bos = is_sentencepiece or file.text("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "tekken")
     return TokenizerConfig(
         roles=roles,
-        special=frozenset(special | set(roles.values())),
+        special=frozenset(names.values()),
         adds_bos=file.scalars.get("tokenizer.ggml.add_bos_token", default_bos) is True,
         adds_eos=file.scalars.get("tokenizer.ggml.add_eos_token") is True,
         added_tokens={},
