@@ -9,7 +9,7 @@ import math
 import mmap
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -60,18 +60,22 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {key} must be a string, not {value!r}; convert the model again")
         return value
 
-    def strings(self, key: str) -> list[str]:
-        """Return a metadata key's array of strings; empty if absent. Raises CheckpointError for any other value."""
+    def strings(self, key: str, indices: Container[int] | None = None) -> list[str]:
+        """Return a metadata key's array of strings, or its items at some indices; empty if absent.
+
+        Raises CheckpointError for any other value.
+        """
         if (span := self._span(key)) is None:
             return []
         if span.kind != _STRING:
             raise CheckpointError(f"{self.path}: {key} must be an array of strings; convert the model again")
         data, items, end, unpack = self._bytes(span), [], 0, struct.Struct("<Q").unpack_from
         try:
-            for _ in range(span.count):
+            for index in range(span.count):
                 begin = end + 8
                 end = begin + unpack(data, end)[0]
-                items.append(data[begin:end].decode())
+                if indices is None or index in indices:
+                    items.append(data[begin:end].decode())
             return items
         except UnicodeDecodeError as error:
             raise CheckpointError(f"{self.path}: {key} has an item that is not UTF-8; copy the file again") from error

@@ -17,7 +17,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GGUF_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-_GGUF_SPECIAL = (2, 3)  # token types: unknown and control
+_GGUF_SPECIAL, _GGUF_VISIBLE = (2, 3), 4  # token types: unknown and control; user-defined
 # Special tokens that end a turn of a conversation, which files often do not list beside the EOS token.
 _ENDS_OF_TURNS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|end_of_text|>"),
@@ -87,24 +87,29 @@ def read_tokenizer_config(directory: Path) -> TokenizerConfig:
 @functools.lru_cache(maxsize=1)
 def read_gguf_config(file: GgufFile) -> TokenizerConfig:
     """Return the special tokens, EOS ids and chat template in a GGUF file's metadata. Raises CheckpointError."""
-    tokens, types = file.strings("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+    span, types = file.arrays.get("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
+    num_tokens = 0 if span is None else span.count
 
     def token_id(role: str) -> int | None:
         value = file.scalars.get(f"tokenizer.ggml.{role}_token_id")
-        return value if isinstance(value, int) and 0 <= value < len(tokens) else None
+        return value if isinstance(value, int) and 0 <= value < num_tokens else None
 
     ids = {role: number for role in _GGUF_ROLES if (number := token_id(role)) is not None}
-    roles = {f"{_GGUF_ROLES[role]}_token": tokens[number] for role, number in ids.items()}
-    special = {name for name, kind in zip(tokens, types, strict=False) if kind in _GGUF_SPECIAL}
+    kinds = types[:num_tokens]
+    controls = {number for number, kind in enumerate(kinds) if kind in _GGUF_SPECIAL}
+    visible = {number for number, kind in enumerate(kinds) if kind == _GGUF_VISIBLE}
+    wanted = sorted({*controls, *visible, *ids.values()})
+    names = dict(zip(wanted, file.strings("tokenizer.ggml.tokens", frozenset(wanted)), strict=True))
+    roles = {f"{_GGUF_ROLES[role]}_token": names[number] for role, number in ids.items()}
     ends = {number for role in ("eos", "eot", "eom") if (number := token_id(role)) is not None}
-    names = special.intersection(_ENDS_OF_TURNS) | {_TOOL_RESPONSE}
-    ends |= {number for number, name in enumerate(tokens) if name in names}
+    ends |= {number for number in controls if names[number] in _ENDS_OF_TURNS}
+    ends |= {number for number in visible if names[number] == _TOOL_RESPONSE}
     # Source of the defaults: llama_vocab of llama.cpp.
     is_sentencepiece = file.text("tokenizer.ggml.model") == "llama"
     default_bos = is_sentencepiece or file.text("tokenizer.ggml.pre") in ("llama-bpe", "llama3", "llama-v3", "tekken")
     return TokenizerConfig(
         roles=roles,
-        special=frozenset(special | set(roles.values())),
+        special=frozenset(names.values()),
         adds_bos=file.scalars.get("tokenizer.ggml.add_bos_token", default_bos) is True,
         adds_eos=file.scalars.get("tokenizer.ggml.add_eos_token") is True,
         added_tokens={},

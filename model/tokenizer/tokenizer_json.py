@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ CHARACTER_OF_BYTE: dict[int, str] = {byte: chr(byte) for byte in _PRINTABLE} | {
     byte: chr(0x100 + index) for index, byte in enumerate(_NOT_PRINTABLE)
 }
 _BYTE_OF_CHARACTER = {character: byte for byte, character in CHARACTER_OF_BYTE.items()}
+# Code of the byte's character in Latin-1; for characters that stand for no byte, of a character beyond Latin-1.
+_BYTE_AS_LATIN_1 = dict.fromkeys(range(0x100), 0xFFFF) | {ord(c): byte for c, byte in _BYTE_OF_CHARACTER.items()}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -66,6 +69,17 @@ class TokenDecoder:
     byte_fallback: bool = False
     replacements: tuple[tuple[str, str], ...] = ()
     num_stripped: int = 0
+
+    def all_token_bytes(self, tokens: Sequence[str]) -> Iterable[bytes]:
+        """Return `token_bytes` of each token, at once where every character stands for a byte."""
+        if not self.byte_level:
+            return map(self.token_bytes, tokens)
+        try:
+            joined = "".join(tokens).translate(_BYTE_AS_LATIN_1).encode("latin-1")
+        except UnicodeEncodeError:  # an added token, which is plain text
+            return map(self.token_bytes, tokens)
+        ends = [*accumulate(map(len, tokens), initial=0)]
+        return (joined[begin:end] for begin, end in pairwise(ends))
 
     def token_bytes(self, token: str) -> bytes:
         """Return the bytes that a token of the vocabulary adds to a non-empty text."""
@@ -189,8 +203,9 @@ class LibraryTokenizer(Tokenizer):
         tokens = {token_id: token for token, token_id in vocabulary.items()}
         # An added token's text need not be its key: a normalized added token stands for its normalized text.
         tokens |= {token["id"]: self._library.id_to_token(token["id"]) for token in values["added_tokens"]}
-        special_ids = {*special_tokens.values()}
-        token_bytes = ((i, decoder.token_bytes(token)) for i, token in tokens.items() if i not in special_ids)
+        for token_id in special_tokens.values():
+            tokens.pop(token_id, None)
+        token_bytes = zip(tokens, decoder.all_token_bytes([*tokens.values()]), strict=True)
         super().__init__(token_bytes, special_tokens, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id)
         self.kind = f"{'byte-level ' if decoder.byte_level else ''}{type(self._library.model).__name__}"
         self.longest_token = _max_covered_bytes(values, decoder, max(map(len, self._token_bytes)))
@@ -285,10 +300,10 @@ def _read_vocabulary(model: Mapping[str, Any]) -> dict[str, int]:
     if kind == "Unigram":
         return {token: index for index, (token, _) in enumerate(model["vocab"])}
     vocabulary: dict[str, int] = dict(model["vocab"])
-    if not vocabulary or not all(isinstance(token_id, int) and token_id >= 0 for token_id in vocabulary.values()):
+    if {*map(type, vocabulary.values())} != {int} or min(vocabulary.values()) < 0:
         raise TokenizerError("the vocabulary is empty, or has ids other than integers from 0; copy the file again")
-    [(token_id, count)] = Counter(vocabulary.values()).most_common(1)
-    if count > 1:
+    if len({*vocabulary.values()}) < len(vocabulary):
+        [(token_id, _)] = Counter(vocabulary.values()).most_common(1)
         raise TokenizerError(f"token ids must be unique, but several tokens have {token_id}; copy the file again")
     return vocabulary
 

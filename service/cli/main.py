@@ -108,6 +108,7 @@ def _run(name: str, command: Command, argv: list[str], worker: WorkerProcess | N
                 reading[0].start()
             gc.disable()  # imported modules are no garbage, and collection takes a tenth of the import time
             function = pkgutil.resolve_name(f"service.cli.{command.function}")
+            gc.freeze()
             gc.enable()
             raise_on_interrupt()
             for thread in reading:  # processes are forked while this process has one thread

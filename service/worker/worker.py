@@ -93,7 +93,7 @@ def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
     if os.getppid() != parent:
         os._exit(1)
     os.set_inheritable(descriptor, False)  # main notices the end of this process by the end of the socket
-    gc.disable()  # imported modules are no garbage, and collection takes an eighth of the import time
+    gc.disable()  # until it serves: imported modules are no garbage, and collection takes an eighth of the import time
     if is_standby:
         name_thread("kvasir-importer")
         importing = threading.Thread(target=_import_at_low_priority, name="importing")
@@ -104,7 +104,6 @@ def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
         name_thread("kvasir-worker")
         _import_engine()
     gc.freeze()
-    gc.enable()
     memory, lifecycle, channel, *standby = received = _receive_order(descriptor)
     while standby and _fork_standby(parent):  # true in the standby
         for inherited in (descriptor, *received[:-1]):
@@ -291,6 +290,7 @@ class Worker:
         gc.collect()
         trim_heap()  # frees 126 MB with a model of 1.2 GB: mostly parsed JSON of the tokenizer
         gc.freeze()  # long-lived objects: scanning them in later collections would delay every stream
+        gc.enable()
         try:
             while True:
                 engine_loop.run_once()
