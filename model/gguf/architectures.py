@@ -59,6 +59,7 @@ _LAYER_NORM_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "layer_norm_eps"}
 _COHERE_KEYS = {**_LAYER_NORM_KEYS, "logit_scale": "logit_scale"}
 _EXPERT_KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN3_MOE_KEYS = {**_LLAMA_KEYS, **_EXPERT_KEYS, "expert_feed_forward_length": "moe_intermediate_size"}
+_STARCODER2_KEYS = {**_SIZES, "attention.layer_norm_epsilon": "norm_epsilon"}
 _NEOX_KEYS = {**_LAYER_NORM_KEYS, "use_parallel_residual": "use_parallel_residual"}
 _GPT2_KEYS = {
     "context_length": "n_positions",
@@ -103,8 +104,10 @@ class _Architecture:
     values: Mapping[str, Any]
 
 
-def _llama_like(model_type: str, names: Mapping[str, Names] = _NAMES, **values: Any) -> _Architecture:
-    return _Architecture(model_type=model_type, keys=_LLAMA_KEYS, names=names, values=values)
+def _architecture(
+    model_type: str, names: Mapping[str, Names] = _NAMES, keys: Mapping[str, str] = _LLAMA_KEYS, **values: Any
+) -> _Architecture:
+    return _Architecture(model_type=model_type, keys=keys, names=names, values=values)
 
 
 _PAIRED_NAMES = {**_NAMES, "layers.#.attention.qkv": Names(_QKV, Layout.ROTARY_PAIRS)}
@@ -138,52 +141,38 @@ _GEMMA4_NAMES = {
 # by 1/sqrt(head size), as in llama.cpp.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 _ARCHITECTURES = {
-    "llama": _llama_like("llama", _PAIRED_NAMES),
-    "qwen2": _llama_like("qwen2"),
-    "qwen3": _llama_like("qwen3"),
-    "qwen3moe": _Architecture(
-        model_type="qwen3_moe", keys=_QWEN3_MOE_KEYS, names=_NAMES, values={"norm_topk_prob": True}
-    ),
-    "olmoe": _Architecture(model_type="olmoe", keys={**_LLAMA_KEYS, **_EXPERT_KEYS}, names=_NAMES, values={}),
-    "gemma": _llama_like("gemma", _GEMMA_NAMES, hidden_act="gelu_pytorch_tanh"),
-    "gemma2": _llama_like("gemma2", _GEMMA_NAMES),
-    "gemma3": _llama_like("gemma3_text", _GEMMA_NAMES),
-    "gemma4": _llama_like("gemma4_text", _GEMMA4_NAMES),
-    "olmo2": _llama_like("olmo2", _POST_NORM_NAMES),
-    "exaone4": _llama_like("exaone4", _POST_NORM_NAMES, sliding_window=None),
-    "ernie4_5": _llama_like("ernie4_5", _PAIRED_NAMES),
-    "hunyuan-dense": _llama_like("hunyuan_v1_dense"),
-    "command-r": _Architecture(model_type="cohere", keys=_COHERE_KEYS, names=_PAIRED_NAMES, values={}),
-    "cohere2": _Architecture(model_type="cohere2", keys=_COHERE_KEYS, names=_PAIRED_NAMES, values={}),
-    "stablelm": _Architecture(model_type="stablelm", keys=_LAYER_NORM_KEYS, names=_NAMES, values={}),
-    "starcoder2": _Architecture(
-        model_type="starcoder2",
-        keys={**_SIZES, "attention.layer_norm_epsilon": "norm_epsilon"},
-        names=_NAMES,
-        values={"hidden_act": "gelu_pytorch_tanh"},
-    ),
-    "mistral3": _llama_like("ministral3", _PAIRED_NAMES),
-    "smollm3": _llama_like("smollm3", _PAIRED_NAMES),
-    "phi3": _llama_like("phi3", {**_GPT_NAMES, "layers.#.mlp.gate_up": plain("blk.#.ffn_up")}),
-    "granite": _Architecture(model_type="granite", keys=_GRANITE_KEYS, names=_PAIRED_NAMES, values={}),
-    "granitemoe": _Architecture(
-        model_type="granitemoe", keys={**_GRANITE_KEYS, **_EXPERT_KEYS}, names=_PAIRED_NAMES, values={}
-    ),
-    "gpt2": _Architecture(model_type="gpt2", keys=_GPT2_KEYS, names=_GPT_NAMES, values={}),
-    "bloom": _Architecture(
-        model_type="bloom",
-        keys=_BLOOM_KEYS,
-        names={**_GPT_NAMES, "embedding_norm": plain("token_embd_norm")},
-        values={},
-    ),
-    "falcon": _Architecture(model_type="falcon", keys=_FALCON_KEYS, names=_GPT_NAMES, values={}),
-    "gptneox": _Architecture(model_type="gpt_neox", keys=_NEOX_KEYS, names=_GPT_NAMES, values={}),
+    "llama": _architecture("llama", _PAIRED_NAMES),
+    "qwen2": _architecture("qwen2"),
+    "qwen3": _architecture("qwen3"),
+    "qwen3moe": _architecture("qwen3_moe", keys=_QWEN3_MOE_KEYS, norm_topk_prob=True),
+    "olmoe": _architecture("olmoe", keys={**_LLAMA_KEYS, **_EXPERT_KEYS}),
+    "gemma": _architecture("gemma", _GEMMA_NAMES, hidden_act="gelu_pytorch_tanh"),
+    "gemma2": _architecture("gemma2", _GEMMA_NAMES),
+    "gemma3": _architecture("gemma3_text", _GEMMA_NAMES),
+    "gemma4": _architecture("gemma4_text", _GEMMA4_NAMES),
+    "olmo2": _architecture("olmo2", _POST_NORM_NAMES),
+    "exaone4": _architecture("exaone4", _POST_NORM_NAMES, sliding_window=None),
+    "ernie4_5": _architecture("ernie4_5", _PAIRED_NAMES),
+    "hunyuan-dense": _architecture("hunyuan_v1_dense"),
+    "command-r": _architecture("cohere", _PAIRED_NAMES, _COHERE_KEYS),
+    "cohere2": _architecture("cohere2", _PAIRED_NAMES, _COHERE_KEYS),
+    "stablelm": _architecture("stablelm", keys=_LAYER_NORM_KEYS),
+    "starcoder2": _architecture("starcoder2", keys=_STARCODER2_KEYS, hidden_act="gelu_pytorch_tanh"),
+    "mistral3": _architecture("ministral3", _PAIRED_NAMES),
+    "smollm3": _architecture("smollm3", _PAIRED_NAMES),
+    "phi3": _architecture("phi3", {**_GPT_NAMES, "layers.#.mlp.gate_up": plain("blk.#.ffn_up")}),
+    "granite": _architecture("granite", _PAIRED_NAMES, _GRANITE_KEYS),
+    "granitemoe": _architecture("granitemoe", _PAIRED_NAMES, {**_GRANITE_KEYS, **_EXPERT_KEYS}),
+    "gpt2": _architecture("gpt2", _GPT_NAMES, _GPT2_KEYS),
+    "bloom": _architecture("bloom", {**_GPT_NAMES, "embedding_norm": plain("token_embd_norm")}, _BLOOM_KEYS),
+    "falcon": _architecture("falcon", _GPT_NAMES, _FALCON_KEYS),
+    "gptneox": _architecture("gpt_neox", _GPT_NAMES, _NEOX_KEYS),
 }
 # Families of which a GGUF file can be served; llama.cpp calls Mistral and Mixtral llama, and OLMo 3 olmo2.
 GGUF_FAMILIES = frozenset(
     {*(architecture.model_type for architecture in _ARCHITECTURES.values()), "mistral", "mixtral", "olmo3"}
 )
-_MIXTRAL = _Architecture(model_type="mixtral", keys={**_LLAMA_KEYS, **_EXPERT_KEYS}, names=_PAIRED_NAMES, values={})
+_MIXTRAL = _architecture("mixtral", _PAIRED_NAMES, {**_LLAMA_KEYS, **_EXPERT_KEYS})
 
 
 def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
@@ -238,11 +227,7 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
             values |= {"num_key_value_heads": kv_heads or num_heads, "head_dim": head_dim}
             values |= _window_values(file, found, name)
             if architecture.model_type == "olmo3":
-                local = {"rope_theta": found.pop("rope.freq_base_swa", values["rope_parameters"]["rope_theta"])}
-                values["rope_parameters"] = {
-                    "full_attention": values["rope_parameters"],
-                    "sliding_attention": local,
-                }
+                values |= _ropes_by_kind(found, values, values["rope_parameters"]["rope_theta"])
             if name in _LARGEST_GEMMA:
                 values |= _gemma_values(name, found, values)
             if name == "gemma4":
@@ -272,10 +257,14 @@ def _gemma_values(name: str, found: dict[str, Any], values: dict[str, Any]) -> d
         size = values["hidden_size"] / values["num_attention_heads"]
     if name == "gemma2":
         return {"query_pre_attn_scalar": size}
-    local = {"rope_theta": found.pop("rope.freq_base_swa", DEFAULT_THETA)}
-    ropes = {"full_attention": values["rope_parameters"], "sliding_attention": local}
     pattern = {"sliding_window_pattern": found.pop(_WINDOWS)} if _WINDOWS in found else {}
-    return {"query_pre_attn_scalar": size, "rope_parameters": ropes, **pattern}
+    return {"query_pre_attn_scalar": size, **_ropes_by_kind(found, values), **pattern}
+
+
+def _ropes_by_kind(found: dict[str, Any], values: dict[str, Any], theta: float = DEFAULT_THETA) -> dict[str, Any]:
+    """Return the rotary embeddings of layers without and with a window. theta: default base of those with a window."""
+    local = {"rope_theta": found.pop("rope.freq_base_swa", theta)}
+    return {"rope_parameters": {"full_attention": values["rope_parameters"], "sliding_attention": local}}
 
 
 def _gemma4_values(file: GgufFile, found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -283,7 +272,7 @@ def _gemma4_values(file: GgufFile, found: dict[str, Any], values: dict[str, Any]
 
     Raises CheckpointError if the sizes of the MLPs are neither equal nor twice as large in the layers with shared keys.
     """
-    head_dim, local_theta = found.pop("attention.key_length_swa", None), found.pop("rope.freq_base_swa", DEFAULT_THETA)
+    head_dim = found.pop("attention.key_length_swa", None)
     for key in ("attention.value_length_swa", "rope.dimension_count_swa"):
         if found.get(key) == head_dim:  # another value is rejected as an unknown key
             del found[key]
@@ -298,10 +287,7 @@ def _gemma4_values(file: GgufFile, found: dict[str, Any], values: dict[str, Any]
     return {
         "head_dim": head_dim,
         "global_head_dim": values["head_dim"],
-        "rope_parameters": {
-            "full_attention": values["rope_parameters"],
-            "sliding_attention": {"rope_theta": local_theta},
-        },
+        **_ropes_by_kind(found, values),
         "num_kv_shared_layers": shared,
         "use_double_wide_mlp": is_wide,
         "hidden_size_per_layer_input": found.pop("embedding_length_per_layer_input", 0),
