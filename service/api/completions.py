@@ -26,11 +26,6 @@ _MAX_NAMED_FIELDS = 32  # in the header x-ignored-fields
 Asked: TypeAlias = CompletionRequest | ChatCompletionRequest
 
 
-def _header_list(names: list[str]) -> bytes:
-    """Return the first 32 names of ignored fields, joined by commas. Characters that are not allowed become `?`."""
-    return re.sub(r"[^!-~]", "?", ",".join(names[:_MAX_NAMED_FIELDS])).encode("ascii")
-
-
 class Completions:
     """Handlers of completions and chat completions. `complete` also serves `/v1/messages` and `/v1/responses`."""
 
@@ -140,6 +135,7 @@ class Completions:
     def report_ignored_fields(self, response: Response, asked: RequestModel) -> None:
         """Name a request's ignored fields, if any, in the response header `x-ignored-fields`, and count them."""
         if ignored := asked.ignored_fields:
-            response.raw_headers.append((b"x-ignored-fields", _header_list(ignored)))
+            shown = re.sub(r"[^!-~]", "?", ",".join(ignored[:_MAX_NAMED_FIELDS]))  # characters that a header can have
+            response.raw_headers.append((b"x-ignored-fields", shown.encode("ascii")))
             for name in {name.partition("[")[0] for name in ignored}:
                 self._context.metrics.count("ignored_fields", name)

@@ -95,10 +95,6 @@ class ConversationMessage(RequestModel):
     role: Literal["system", "user", "assistant"]
     content: str | Annotated[list[ContentBlock], Field(max_length=MAX_MESSAGES, fail_fast=True)]
 
-    def placed_blocks(self, place: str) -> list[PlacedBlock]:
-        """Return this message's blocks, for the message at `place`. Content that is a string becomes one text block."""
-        return _placed(self.content, f"{place}.content")
-
 
 class CustomTool(RequestModel):
     """Field `tools[]`: a tool that the client runs. `input_schema` is a JSON Schema of the input."""
@@ -215,7 +211,7 @@ class CountTokensRequest(RequestModel):
     def chat(self) -> ChatCompletionRequest:
         """Return the chat completion request that generates the message. Raises InvalidRequest if it is invalid."""
         fields = {name: value for name in _SAME_FIELDS if (value := getattr(self, name)) is not None}
-        choice, wanted = self.tool_choice, self._wanted_format()
+        choice = self.tool_choice
         tools = [tool.definition(f"tools[{number}]") for number, tool in enumerate(self.tools or ())]
         chat = MessagesChat.model_construct(
             **fields,
@@ -227,7 +223,7 @@ class CountTokensRequest(RequestModel):
             tools=tools,
             tool_choice=_chat_tool_choice(choice, has_tools=bool(tools)),
             parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
-            response_format=None if wanted is None else _response_format(wanted),
+            response_format=self._response_format(),
             **self._reasoning_fields(),
         )
         chat.check_fields()
@@ -246,20 +242,24 @@ class CountTokensRequest(RequestModel):
             "include_reasoning": self.thinking.display != "omitted",
         }
 
-    def _wanted_format(self) -> OutputFormat | None:
+    def _response_format(self) -> ResponseFormat | None:
         new = None if self.output_config is None else self.output_config.format
         if new is not None and self.output_format is not None:
             raise InvalidRequest("give only one of output_config.format and output_format", param="output_format")
-        return new or self.output_format
+        if (wanted := new or self.output_format) is None:
+            return None
+        schema = JsonSchemaFormat.model_construct(name="output", schema_=wanted.schema_)
+        return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
 
     def _chat_messages(self) -> list[Message]:
         found: list[Message] = []
         if self.system:
-            system = _placed(self.system, "system")
-            found.append(_system_message(system))
+            found.append(_system_message(_placed(self.system, "system")))
         call_ids: set[str] = set()
         for role, turn in itertools.groupby(enumerate(self.messages), lambda placed: placed[1].role):
-            blocks = [each for number, message in turn for each in message.placed_blocks(f"messages[{number}]")]
+            blocks = [
+                each for number, message in turn for each in _placed(message.content, f"messages[{number}].content")
+            ]
             if role == "user":
                 found += _user_messages(blocks, call_ids)
             else:
@@ -284,6 +284,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _placed(content: str | Sequence[ContentBlock], place: str) -> list[PlacedBlock]:
+    """Return the blocks of the content at `place` in the request. A string becomes one text block."""
     if isinstance(content, str):
         return [PlacedBlock(place, ContentBlock.model_construct(type="text", text=content))]
     return [PlacedBlock(f"{place}[{number}]", block) for number, block in enumerate(content)]
@@ -359,11 +360,6 @@ def _chat_tool_choice(
             raise InvalidRequest("tool_choice: any needs tools; add tools", param="tool_choice")
         return "required"
     return choice.type
-
-
-def _response_format(wanted: OutputFormat) -> ResponseFormat:
-    schema = JsonSchemaFormat.model_construct(name="output", schema_=wanted.schema_)
-    return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
 
 
 StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]

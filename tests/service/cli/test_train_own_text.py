@@ -114,7 +114,9 @@ def test_a_resumed_run_has_only_the_remaining_time(here: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(here: Path) -> None:
+def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(
+    here: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     process = start(here)
     read_until(process, "text: ")
     process.send_signal(signal.SIGINT)  # while the process trains the tokenizer
@@ -139,11 +141,8 @@ def test_a_killed_and_interrupted_run_resumes_to_the_end_of_its_recipe(here: Pat
     step = saved_step(here / "runs" / "mine")
     assert step == len(losses(here / "runs" / "mine")) >= 1
 
-    process = start(here)
-    said = read_until(process, "resuming at step")
-    assert f"resuming at step {step} of" in said
-    out, _ = process.communicate()
-    assert process.returncode == 0
+    assert run() == 0
+    assert f"resuming at step {step} of" in capfd.readouterr().out
 
     recipe = load_train_config(here / "runs" / "mine" / "recipe.toml")
     alone = RunSettings(
