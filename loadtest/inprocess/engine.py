@@ -42,7 +42,7 @@ class InProcess:
         return built | {
             "name": self.manifest.name,
             "parameters": self.manifest.config.num_parameters,
-            "weights": built["matrices"] if built["matrices"] in ("int8", "int4", "fp8") else built["dtype"],
+            "weights": built["matrices"] if built["matrices"] in ("int8", "int6", "int4", "fp8") else built["dtype"],
             "max_num_running": self.settings.max_num_running,
             "max_batched_tokens": self.settings.max_batched_tokens,
             "kv_cache_tokens": self.built.num_blocks * self.built.block_size,

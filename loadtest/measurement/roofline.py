@@ -125,8 +125,8 @@ class Roofline:
 
 
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
-    """Return functions that multiply two square matrices of `weight_type`, one per memory layout. int4 runs as int8."""
-    if weight_type in ("int8", "int4"):
+    """Return functions that multiply two matrices of `weight_type`, one per memory layout. All integers run as int8."""
+    if weight_type in ("int8", "int6", "int4"):
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
         return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
     if weight_type == "fp8":
