@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from loadtest.inprocess.engine import EngineRun, InProcess
-from loadtest.measurement.benchmark_program import show
+from loadtest.measurement.benchmark_program import save_result, show
 from loadtest.measurement.figures import Column, ratio_spread, spread, table
 from loadtest.measurement.model_shapes import write_random_checkpoint
 from loadtest.measurement.roofline import WEIGHT_BYTES, Machine, Roofline, Work, WorkFormula
@@ -143,7 +143,10 @@ def make_points(
 
 
 def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:
-    """Measure all points and return the results. Raises `ValueError` if a size or the checkpoint cannot be used."""
+    """Measure all points and return the results. Raises `ValueError` if a size or the checkpoint cannot be used.
+
+    Results are also written to `arguments.out` after each repeat.
+    """
     contestant = InProcess.open(settings)
     facts = contestant.facts
     kv_value_bytes = int(WEIGHT_BYTES[facts["kv_cache_dtype"]])
@@ -157,19 +160,22 @@ def measure(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str,
         machines.append(roofline.probe())
         for point in points:
             sweep.measure(point, machines[-1])
-    return {
-        "kind": "engine",
-        "model": facts,
-        "settings": {"repeats": arguments.repeats, "steps": arguments.steps, "temperature": 0.0},
-        "engine_settings": settings.model_dump(mode="json", exclude={"checkpoint", "cache_dir"}),
-        "roofline": {
-            "weights": facts["weights"],
-            "gb_per_second": spread(machine.bytes_per_second / 1e9 for machine in machines),
-            "gflops": spread(machine.flops_per_second / 1e9 for machine in machines),
-        },
-        "decode": [point.to_dict() for point in points if point.batch_size],
-        "prompts": [point.to_dict() for point in points if not point.batch_size],
-    }
+        result = {
+            "kind": "engine",
+            "model": facts,
+            "settings": {"repeats": len(machines), "steps": arguments.steps, "temperature": 0.0},
+            "engine_settings": settings.model_dump(mode="json", exclude={"checkpoint", "cache_dir"}),
+            "roofline": {
+                "weights": facts["weights"],
+                "gb_per_second": spread(machine.bytes_per_second / 1e9 for machine in machines),
+                "gflops": spread(machine.flops_per_second / 1e9 for machine in machines),
+            },
+            "decode": [point.to_dict() for point in points if point.batch_size],
+            "prompts": [point.to_dict() for point in points if not point.batch_size],
+        }
+        if arguments.out is not None and len(machines) < arguments.repeats:  # kept if the program is stopped
+            save_result(result | {"interrupted": True}, arguments.out)
+    return result
 
 
 def run(arguments: argparse.Namespace, settings: ModelSettings) -> dict[str, Any]:

@@ -170,13 +170,17 @@ def _commit() -> str:
 
 def write_result(result: dict[str, Any], out: Path | None) -> None:
     """Write a benchmark result as JSON to the file `out` and print its path; without `out`, print the JSON."""
-    text = json.dumps(result, indent=1) + "\n"
     if out is None:
-        print(text, end="")
+        print(json.dumps(result, indent=1))
         return
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(text, encoding="utf-8")
+    save_result(result, out)
     print(out)
+
+
+def save_result(result: dict[str, Any], out: Path) -> None:
+    """Write a benchmark result as JSON to the file `out`, whose directory is created if it is missing."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 class ForeignWork:

@@ -59,7 +59,7 @@ def _curve(points: Sequence[dict[str, Any]], over: str, value: str) -> dict[str,
 def decode_steps(settings: ServeSettings, repeats: int, batches: Sequence[int], contexts: Sequence[int]) -> Any:
     """Return decode step times as `kvasir bench` measures them, without contexts that do not fit the model."""
     sweep = Namespace(
-        batch=batches, context=contexts, prompt_tokens=(), steps=_STEPS, repeats=repeats, usual=("context",)
+        batch=batches, context=contexts, prompt_tokens=(), steps=_STEPS, repeats=repeats, usual=("context",), out=None
     )
     return bench_engine.measure(sweep, settings)["decode"]
 

@@ -1,9 +1,15 @@
 """loadtest/gpu/suite.sh, run without a GPU and with stubs in place of the tests and benchmarks."""
 
+import json
+import os
+import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+
+from loadtest.gpu.report import read_results, write_page
 
 SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu" / "suite.sh"
 PARTS = [
@@ -68,11 +74,43 @@ def test_without_time_every_part_is_reported_as_cut_short(tmp_path: Path) -> Non
     assert (tmp_path / "results" / "paged.log").read_text() == "no time left\n"
 
 
-def test_the_default_budget_is_under_ten_minutes() -> None:
-    """Each part is cut at the budget, which leaves room for the start of a GPU machine."""
+def test_the_limits_of_all_parts_add_up_to_the_budget() -> None:
+    """No part is left out, and a start of the GPU machine fits into the rest of ten minutes."""
     text = SCRIPT.read_text()
+    limits = re.findall(r"^ *(?:part|tests|bench) \w+ (\d+) ", text, re.MULTILINE)
+    assert len(limits) == 1 + len(PARTS)
+    assert sum(map(int, limits)) == 530
     assert "budget=${BUDGET:-530}" in text
-    assert subprocess.run(["bash", "-n", str(SCRIPT)], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_dry_run_needs_no_gpu_and_ends_in_one_file_and_a_page(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", "PARTS": "decode"}
+    done = subprocess.run([str(SCRIPT), "results"], cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results" / "suite.json").read_text())
+    states = {name: part["state"] for name, part in results["parts"].items()}
+    assert states == {"decode": "passed"}, results
+    assert results["parts"]["decode"]["figures"]["decode"][0]["of_the_roofline"]["median"] > 0
+    page = (tmp_path / "results" / "page.md").read_text()
+    assert "## decode: kvasir-9m" in page
+    assert "share of the roofline" in page
+
+
+def test_the_report_keeps_what_a_failed_part_has_left(tmp_path: Path) -> None:
+    summary = "wheels: passed, exit code 0, 4 s\npaged: failed, exit code 1, 9 s\nint8: cut short, exit code 124, 2 s\n"
+    (tmp_path / "summary.txt").write_text(summary + "fp8: absent, no CUDA device\n")
+    (tmp_path / "paged.log").write_text("x" * 30_000 + "end")
+    (tmp_path / "int8.json").write_text('{"decode": [')
+    case = '<testcase classname="tests.gpu.test_paged" name="test_a"><failure/></testcase>'
+    (tmp_path / "paged.xml").write_text(f'<testsuites><testsuite>{case}<testcase name="b"/></testsuite></testsuites>')
+    parts = read_results(tmp_path)["parts"]
+    assert list(parts) == ["wheels", "paged", "int8", "fp8"]
+    assert (parts["paged"]["num_tests"], parts["paged"]["failed"]) == (2, ["tests.gpu.test_paged::test_a"])
+    assert parts["paged"]["log"].endswith("end")
+    assert "figures" not in parts["int8"]
+    assert parts["fp8"] == {"state": "absent"}
+    assert "| paged | failed | 9 | 2 | `tests.gpu.test_paged::test_a` |" in write_page({"parts": parts})
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b", "c"]])

@@ -1,0 +1,90 @@
+"""Paper model of decode steps on a GPU: bytes, kernels and microseconds by formula. Nothing in it was measured.
+
+    device time = bytes / (95 % of the card's bandwidth) + kernels * (gap + ramp)
+    host time   = kernels * launch    without a CUDA graph; the device waits if it is longer than the device time
+
+Sources: bandwidths by NVIDIA's data sheets; the gap between two kernels of a CUDA graph by Hazy Research, "Look Ma, No
+Bubbles" (2025). The share of the bandwidth, the ramp and the launch are estimates.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from loadtest.measurement.model_shapes import shape_config
+from loadtest.measurement.roofline import WorkFormula
+from model.config import ModelConfig
+
+BANDWIDTHS: Final = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second
+_SHARE = 0.95
+_GAP_US, _RAMP_US, _LAUNCH_US = 1.3, 1.0, 8.0
+# Kernels of a layer in a decode step in bfloat16: 4 products, 2 norms, rotation, 2 writes to the cache, attention and
+# its join, activation, 2 additions. tests/gpu/test_page.py counts them.
+KERNELS_PER_LAYER: Final = 14
+_OTHER_KERNELS = 10  # embedding, rotation table, final norm, output head, sampling
+# Kernels of a layer that the fused kernels replace by 4: 6 of each of 2 norms, 8 of the rotation, 2 of the activation.
+_UNFUSED_KERNELS_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 8 + 2
+BATCHES: Final = (1, 4, 16, 32, 64)
+
+
+def llama_8b() -> ModelConfig:
+    """Return the config of Llama 3 8B's shape."""
+    sizes = {"vocab_size": 128_256, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    kinds = {"mlp_size": 14_336, "num_layers": 32, "rope_theta": 5e5, "tie_embeddings": False}
+    return ModelConfig.from_dict(shape_config("llama-3.2-1b").to_dict() | sizes | kinds)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Decode step of a batch at a context length on a card, in bfloat16; times in microseconds."""
+
+    num_bytes: int
+    num_kernels: int
+    bytes_per_second: float
+
+    @property
+    def bound_us(self) -> float:
+        """Time of reading all bytes at the card's bandwidth."""
+        return 1e6 * self.num_bytes / self.bytes_per_second
+
+    @property
+    def device_us(self) -> float:
+        """Time of the device if the host is faster."""
+        return self.bound_us / _SHARE + self.num_kernels * (_GAP_US + _RAMP_US)
+
+    @property
+    def host_us(self) -> float:
+        """Time of the host to launch each kernel by itself."""
+        return self.num_kernels * _LAUNCH_US
+
+    @property
+    def graph_gain(self) -> float:
+        """Factor by which a CUDA graph shortens the step, if the next step is launched ahead."""
+        return max(1.0, self.host_us / self.device_us)
+
+
+def decode_step(config: ModelConfig, card: str, batch_size: int, *, context: int = 1024, fused: bool = True) -> Step:
+    """Return the step of a batch of sequences of `context` tokens each. fused: with the fused kernels."""
+    formula = WorkFormula(config, "bfloat16", 2)
+    per_layer = KERNELS_PER_LAYER if fused else _UNFUSED_KERNELS_PER_LAYER
+    return Step(
+        num_bytes=formula.decode(batch_size=batch_size, context_length=context).bytes,
+        num_kernels=config.num_layers * per_layer + _OTHER_KERNELS,
+        bytes_per_second=BANDWIDTHS[card],
+    )
+
+
+def model_table(config: ModelConfig, card: str) -> str:
+    """Return a Markdown table of decode steps by batch size."""
+    lines = [
+        "| sequences | GB | kernels | bound, µs | device, µs | share of the bound | host without graph, µs "
+        "| gain of graphs | gain of fused kernels |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for batch in BATCHES:
+        step, plain = (decode_step(config, card, batch, fused=fused) for fused in (True, False))
+        lines.append(
+            f"| {batch} | {step.num_bytes / 1e9:.2f} | {step.num_kernels} | {step.bound_us:.0f} | {step.device_us:.0f} "
+            f"| {step.bound_us / step.device_us:.0%} | {step.host_us:.0f} | {step.graph_gain:.2f}x "
+            f"| {plain.device_us / step.device_us:.2f}x |"
+        )
+    return "\n".join(lines) + "\n"
