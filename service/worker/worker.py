@@ -323,7 +323,8 @@ def _end_start(error: Exception, *, is_memory: bool) -> NoReturn:
     """Print in one line why the engine cannot be built, and end the worker process with the exit code of the reason."""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     first_line = first_line[max(0, first_line.find(_CPU_MEMORY)) :]  # skip torch's source file and line number
-    advice = "; lower --kv-cache-memory or --max-context-length, or use a smaller model" if is_memory else ""
+    flags = "--kv-cache-memory, --max-batched-tokens or --max-context-length"
+    advice = f"; lower {flags}, or use a smaller model" if is_memory else ""
     with suppress(OSError):  # stderr may be closed
         print(f"kvasir serve: {first_line}{advice}", file=sys.stderr, flush=True)
     exit_codes: dict[type[Exception], int] = {SettingsError: EXIT_SETTINGS, CheckpointChanged: EXIT_CHECKPOINT_CHANGED}
