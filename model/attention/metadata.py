@@ -12,8 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from model.system.device_copy import copy_to_device
 
 # Position bias of `model.attention.score_biases`: (q_BQHD, k_BSKD, distances_BQS) -> BHQS, added to the scaled
 # scores; 1HQS if the bias is equal for all sequences. Distances are int64, query position - key position. Their B is 1
@@ -162,14 +166,16 @@ class AttentionMetadata:
         lengths = [self.context_lengths[row] for row in self.decode_rows]
         firsts = [0 if window is None else max(0, length - window) // block_size for length in lengths]
         width = max(length - first * block_size for length, first in zip(lengths, firsts, strict=True))
-        blocks = torch.tensor(firsts, device=device)[:, None] + torch.arange(-(-width // block_size), device=device)
-        tables_BN = self.block_tables_BN if self.is_decode else self.block_tables_BN[list(self.decode_rows)]
+        lasts = [length - 1 - first * block_size for length, first in zip(lengths, firsts, strict=True)]
+        (numbers_3B,) = copy_to_device(device, [np.array([self.decode_rows, firsts, lasts])])
+        rows_B, firsts_B, lasts_B = numbers_3B
+        blocks = firsts_B[:, None] + torch.arange(-(-width // block_size), device=device)
+        tables_BN = self.block_tables_BN if self.is_decode else self.block_tables_BN[rows_B]
         tables_BN = tables_BN.gather(1, blocks.clamp(max=tables_BN.shape[1] - 1))
         slots_BS = (tables_BN[:, :, None] * block_size + torch.arange(block_size, device=device)).flatten(1)[:, :width]
-        lasts = [length - 1 - first * block_size for length, first in zip(lengths, firsts, strict=True)]
-        distances_BS = torch.tensor(lasts, device=device)[:, None] - torch.arange(width, device=device)
+        distances_BS = lasts_B[:, None] - torch.arange(width, device=device)
         visible_BS = visible(distances_BS, window)
-        own_B1 = slots_BS.gather(1, torch.tensor(lasts, device=device)[:, None])
+        own_B1 = slots_BS.gather(1, lasts_B[:, None])
         mask_BS = torch.zeros(distances_BS.shape, device=device).masked_fill_(~visible_BS, -torch.inf)
         return DecodeView(
             slots_BS=torch.where(visible_BS, slots_BS, own_B1),
@@ -177,33 +183,44 @@ class AttentionMetadata:
             mask_B1S=mask_BS[:, None],
         )
 
-    def _make_ragged_view(self, block_size: int) -> RaggedView:
-        assert self.block_tables_BN is not None
-        tables_BN, starts, device = self.block_tables_BN, self.query_starts, self.block_tables_BN.device
+    def _ragged_layout(self) -> list[NDArray[np.int64] | NDArray[np.int32]]:
+        """Return the integers of a `RaggedView` that the host knows.
+
+        The arrays are 3B (row, token and position of each decode), 3C (row, context length and start of context of each
+        chunk), `tokens_X`, `query_starts` and `context_starts`.
+        """
+        starts, singles = self.query_starts, self.decode_rows
         chunks = [row for row, length in enumerate(self.query_lengths) if length > 1]
         queries, contexts = ([lengths[row] for row in chunks] for lengths in (self.query_lengths, self.context_lengths))
         query_starts, context_starts = ([0, *itertools.accumulate(lengths)] for lengths in (queries, contexts))
-        decodes = None
-        if singles := self.decode_rows:
-            lasts = [self.context_lengths[row] - 1 for row in singles]
-            rows_B, tokens_B, positions_B = torch.tensor(
-                [singles, [starts[row] for row in singles], lasts], device=device
-            )
-            decodes = tokens_B, positions_B, tables_BN[rows_B]
-        rows_C, lengths_C, starts_C = torch.tensor([chunks, contexts, context_starts[:-1]], device=device)
+        tokens, lasts = [starts[row] for row in singles], [self.context_lengths[row] - 1 for row in singles]
+        return [
+            np.array([singles, tokens, lasts], dtype=np.int64),
+            np.array([chunks, contexts, context_starts[:-1]], dtype=np.int64),
+            np.concatenate([np.arange(starts[row], starts[row + 1]) for row in chunks]),
+            np.array(query_starts, dtype=np.int32),
+            np.array(context_starts, dtype=np.int32),
+        ]
+
+    def _make_ragged_view(self, block_size: int) -> RaggedView:
+        assert self.block_tables_BN is not None
+        tables_BN, device = self.block_tables_BN, self.block_tables_BN.device
+        layout = self.kernel_arguments.get("layout") or copy_to_device(device, self._ragged_layout())
+        (rows_B, tokens_B, positions_B), (rows_C, lengths_C, starts_C), tokens_X, query_starts, context_starts = layout
+        pairs = list(zip(self.query_lengths, self.context_lengths, strict=True))
+        queries, contexts = zip(*((query, context) for query, context in pairs if query > 1), strict=True)
         # output_size avoids a synchronization with the device: repeat_interleave would read the sum of lengths_C.
-        chunk_of_S = torch.repeat_interleave(lengths_C, output_size=context_starts[-1])
-        positions_S = torch.arange(context_starts[-1], device=device) - starts_C[chunk_of_S]
+        chunk_of_S = torch.repeat_interleave(lengths_C, output_size=sum(contexts))
+        positions_S = torch.arange(sum(contexts), device=device) - starts_C[chunk_of_S]
         blocks_S = tables_BN[rows_C[chunk_of_S], positions_S // block_size]
-        tokens = [token for row in chunks for token in range(starts[row], starts[row + 1])]
         return RaggedView(
-            decodes=decodes,
-            tokens_X=torch.tensor(tokens, device=device),
+            decodes=(tokens_B, positions_B, tables_BN[rows_B]) if self.decode_rows else None,
+            tokens_X=tokens_X,
             slots_S=blocks_S * block_size + positions_S % block_size,
-            query_lengths=tuple(queries),
-            context_lengths=tuple(contexts),
-            query_starts=torch.tensor(query_starts, dtype=torch.int32, device=device),
-            context_starts=torch.tensor(context_starts, dtype=torch.int32, device=device),
+            query_lengths=queries,
+            context_lengths=contexts,
+            query_starts=query_starts,
+            context_starts=context_starts,
         )
 
     @property
@@ -213,14 +230,20 @@ class AttentionMetadata:
 
     def to(self, device: torch.device) -> Self:
         """Return the same metadata with tensors on `device`; `contexts_B` stays on the host."""
+        return self.to_device(device, [])[0]
+
+    def to_device(self, device: torch.device, others: list[Tensor]) -> tuple[Self, list[Tensor]]:
+        """Return the metadata, as by `to`, and other tensors of the host on `device`: one asynchronous copy for all."""
         if self.positions_T.device == device:
-            return self
-        tensors = {
-            name: value.to(device, non_blocking=True)
-            for name in ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
-            if (value := getattr(self, name)) is not None
-        }
-        return dataclasses.replace(self, **tensors)
+            return self, others
+        names = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
+        given = {name: value.numpy() for name in names if (value := getattr(self, name)) is not None}
+        layout = [] if self.is_decode or self.block_tables_BN is None else self._ragged_layout()
+        copies = copy_to_device(device, [*given.values(), *(other.numpy() for other in others), *layout])
+        moved: dict[str, Any] = dict(zip(given, copies, strict=False))
+        metadata = dataclasses.replace(self, **moved)
+        metadata.kernel_arguments["layout"] = copies[len(given) + len(others) :]
+        return metadata, copies[len(given) : len(given) + len(others)]
 
     @classmethod
     def uncached(cls, lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Self:

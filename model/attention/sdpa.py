@@ -8,12 +8,14 @@ G = H / K query heads per group, D head dimension.
 
 import itertools
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionForm, AttentionMetadata, soft_cap, visible
+from model.system.device_copy import copy_to_device
 
 
 class SdpaAttention:
@@ -39,7 +41,7 @@ class SdpaAttention:
         out_THD = v_TKD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
         starts = metadata.query_starts
         if metadata.decode_rows:
-            tokens = torch.tensor([starts[row] for row in metadata.decode_rows], device=q_THD.device)
+            (tokens,) = copy_to_device(q_THD.device, [np.array([starts[row] for row in metadata.decode_rows])])
             out_THD[tokens] = _attend_decode(q_THD[tokens], form, metadata, kv_cache)
         for row, query_length in enumerate(metadata.query_lengths):
             if query_length > 1:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.sampling.token_constraints import TokenRules
+from model.system.device_copy import copy_to_device
 
 
 def obey(
@@ -33,48 +34,53 @@ def obey(
     impossible = [(row, np.array(ids, dtype=np.int64)) for row, ids in enumerate(forbidden) if ids]
     if not asked and not impossible:
         return logits_BV, False
-    logits_BV = logits_BV.clone()
-    if biased := [(row, its) for row, its in asked if len(its.bias_ids)]:
-        # Each token occurs once in a row, so no sum depends on an order.
-        places = _places(logits_BV, [(row, its.bias_ids) for row, its in biased])
-        logits_BV[places] += _column(logits_BV, [its.bias for _, its in biased])
-    _penalise(logits_BV, [(row, its) for row, its in asked if its.params.has_penalties])
+    biased = [(row, its) for row, its in asked if len(its.bias_ids)]
+    counted = [(row, its.params, *its.counted) for row, its in asked if its.params.has_penalties]
     allowed = [(row, its.allowed_ids) for row, its in asked if its.allowed_ids is not None]
+    penalties = [
+        np.array(
+            [counts, *np.repeat([[p.repetition_penalty], [p.frequency_penalty], [p.presence_penalty]], len(ids), 1)]
+        )
+        for _, p, ids, counts in counted
+    ]
+    size = logits_BV.shape[1]
+    places_N, bias_N, counted_N, penalties_4N, rows_R, allowed_N, impossible_N = copy_to_device(
+        logits_BV.device,
+        [
+            _places(size, [(row, its.bias_ids) for row, its in biased]),
+            np.concatenate([np.empty(0, np.float32), *(its.bias for _, its in biased)]),
+            _places(size, [(row, ids) for row, _, ids, _ in counted]),
+            np.concatenate([np.empty((4, 0)), *penalties], axis=1).astype(np.float32),
+            np.array([row for row, _ in allowed], dtype=np.int64),
+            _places(size, allowed),
+            _places(size, impossible),
+        ],
+    )
+    logits_BV = logits_BV.clone(memory_format=torch.contiguous_format)
+    flat_N = logits_BV.view(-1)
+    if biased:  # each token occurs once in a row, so no sum depends on an order
+        flat_N[places_N] += bias_N
+    if len(counted_N):
+        flat_N[counted_N] = _penalized(flat_N[counted_N], *penalties_4N)
     if allowed:
-        places = _places(logits_BV, allowed)
-        kept_N = logits_BV[places]
-        logits_BV[[row for row, _ in allowed]] = -torch.inf
-        logits_BV[places] = kept_N
+        kept_N = flat_N[allowed_N]
+        logits_BV.index_fill_(0, rows_R, -torch.inf)
+        flat_N[allowed_N] = kept_N
     if impossible:
-        logits_BV[_places(logits_BV, impossible)] = -torch.inf
+        flat_N.index_fill_(0, impossible_N, -torch.inf)
     return logits_BV, bool(allowed or impossible)
 
 
-def _penalise(logits_BV: Tensor, rows: Sequence[tuple[int, TokenRules]]) -> None:
-    counted = [its.counted for _, its in rows]
-    lengths = [len(ids) for ids, _ in counted]
-    if not sum(lengths):
-        return
-    places = _places(logits_BV, [(row, ids) for (row, _), (ids, _) in zip(rows, counted, strict=True)])
-    counts_N = _column(logits_BV, [counts for _, counts in counted])
-    repetition_N, frequency_N, presence_N = (
-        _column(logits_BV, [np.repeat(np.array([getattr(its.params, name) for _, its in rows], np.float32), lengths)])
-        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    )
-    logits_N = logits_BV[places]
+def _penalized(
+    logits_N: Tensor, counts_N: Tensor, repetition_N: Tensor, frequency_N: Tensor, presence_N: Tensor
+) -> Tensor:
     logits_N = torch.where(logits_N > 0, logits_N / repetition_N, logits_N * repetition_N)
-    logits_BV[places] = logits_N - counts_N * frequency_N - (counts_N > 0) * presence_N
+    return logits_N - counts_N * frequency_N - (counts_N > 0) * presence_N
 
 
-def _places(logits_BV: Tensor, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, Tensor]:
-    """Return two tensors of row and column indices: the logits named by `rows`, pairs of a row and its token ids."""
-    rows_N = np.repeat(np.array([row for row, _ in rows], dtype=np.int64), [len(ids) for _, ids in rows])
-    columns_N = np.concatenate([ids for _, ids in rows])
-    return torch.from_numpy(rows_N).to(logits_BV.device), torch.from_numpy(columns_N).to(logits_BV.device)
-
-
-def _column(logits_BV: Tensor, parts: Sequence[NDArray[np.float32]]) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(logits_BV.device)
+def _places(vocab_size: int, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
+    """Return the indices, in flattened logits, of the token ids of `rows`, pairs of a row and its token ids."""
+    return np.concatenate([np.empty(0, np.int64), *(row * vocab_size + ids for row, ids in rows)])
 
 
 def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
@@ -85,8 +91,7 @@ def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> T
     if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
         wanted = (len(rows), logits_BV.shape[1])
         raise ValueError(f"allowed_RV must have the shape {wanted} (rows, vocabulary), not {tuple(allowed_RV.shape)}")
-    allowed_RV = allowed_RV.to(logits_BV.device, non_blocking=True)
+    allowed_RV, rows_R = copy_to_device(logits_BV.device, [allowed_RV.numpy(), np.array(rows, dtype=np.int64)])
     if len(rows) == len(logits_BV):  # rows are distinct and in order, so these are all rows
         return logits_BV.masked_fill(~allowed_RV, -torch.inf)
-    rows_R = torch.tensor(rows, device=logits_BV.device)
     return logits_BV.index_copy(0, rows_R, logits_BV[rows_R].masked_fill(~allowed_RV, -torch.inf))

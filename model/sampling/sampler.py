@@ -29,6 +29,7 @@ from model.kernels.kernel_library import KernelLibrary
 from model.sampling.logits_processors import obey
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
+from model.system.device_copy import copy_to_device
 
 NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
@@ -132,10 +133,22 @@ def _sample_rows(
     count = max(at_least, _AT_ONCE // logits_BV.shape[1])
     for first in range(0, len(random_rows), count):
         rows = random_rows[first : first + count]
-        rows_B = _on(logits_BV.device, rows)
+        chosen, sizes = [params[row] for row in rows], logits_BV.shape
+        numbers = [
+            (
+                row,
+                param.temperature,
+                uniform(param.seed, positions[row]),
+                _limit(param, sizes[1]),
+                param.top_p,
+                param.min_p,
+            )
+            for row, param in zip(rows, chosen, strict=True)
+        ]
+        (numbers_B6,) = copy_to_device(logits_BV.device, [np.array(numbers, dtype=np.float64)])
+        rows_B = numbers_B6[:, 0].long()
         some_BV = logits_BV if len(rows) == len(params) else logits_BV[rows_B]
-        sampled_B = _sample_chunk(some_BV, [params[row] for row in rows], [positions[row] for row in rows])
-        ids_B.index_copy_(0, rows_B, sampled_B)
+        ids_B.index_copy_(0, rows_B, _sample_chunk(some_BV, chosen, numbers_B6[:, 1:]))
     return ids_B
 
 
@@ -165,40 +178,36 @@ def _sample_natively(
     return ids_R
 
 
-def _sample_chunk(logits_BV: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
+def _limit(param: SamplingParams, vocab_size: int) -> int:
+    """Return the number of tokens that `top_k` keeps."""
+    return min(param.top_k, vocab_size) if param.top_k else vocab_size
+
+
+def _sample_chunk(logits_BV: Tensor, params: Sequence[SamplingParams], numbers_B5: Tensor) -> Tensor:
+    """Return a sampled token id for each row. numbers_B5: temperature, uniform number, `_limit`, top_p and min_p."""
+    temperature_B1, uniform_B1, limit_B1, top_p_B1, min_p_B1 = numbers_B5.split(1, dim=1)
     if any(param.temperature != 1.0 for param in params):
-        logits_BV = logits_BV / _column([param.temperature for param in params], logits_BV)
+        logits_BV = logits_BV / temperature_B1.float()
     probs_BV = logits_BV.softmax(dim=-1)
-    _filter(probs_BV, params)
-    return _inverse_cdf(probs_BV, [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)])
+    _filter(probs_BV, params, limit_B1.long(), top_p_B1.float(), min_p_B1.float())
+    return _inverse_cdf(probs_BV, uniform_B1)
 
 
-def _on(device: torch.device, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
-    # Does not wait for the device's pending work.
-    return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
-
-def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return _on(like.device, values, torch.float32)[:, None]
-
-
-def _filter(probs_BV: Tensor, params: Sequence[SamplingParams]) -> None:
+def _filter(
+    probs_BV: Tensor, params: Sequence[SamplingParams], limit_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor
+) -> None:
     """Set to 0, in place, the probabilities that top_k, top_p and min_p exclude. The rest is not rescaled."""
     vocab_size = probs_BV.shape[1]
-    limits = [min(param.top_k, vocab_size) if param.top_k else vocab_size for param in params]
-    if min(limits) < vocab_size:
-        candidates_BC = probs_BV.topk(max(limit for limit in limits if limit < vocab_size), dim=-1).values
-        last = [min(limit, candidates_BC.shape[1]) - 1 for limit in limits]
-        kth_B1 = candidates_BC.gather(1, _on(probs_BV.device, last)[:, None])
-        limited_B1 = _on(probs_BV.device, [limit < vocab_size for limit in limits], torch.bool)[:, None]
-        _drop_below(torch.where(limited_B1, kth_B1, torch.zeros_like(kth_B1)), probs_BV)
+    limits = [limit for param in params if (limit := _limit(param, vocab_size)) < vocab_size]
+    if limits:
+        candidates_BC = probs_BV.topk(max(limits), dim=-1).values
+        kth_B1 = candidates_BC.gather(1, limit_B1.clamp(max=max(limits)) - 1)
+        _drop_below(kth_B1.masked_fill(limit_B1 == vocab_size, 0.0), probs_BV)
     if any(param.top_p < 1.0 for param in params):
-        top_p_B1 = _column([param.top_p for param in params], probs_BV)
         is_small = all(map(can_sample_without_host, params))
         _drop_below(_nucleus_floor(probs_BV, top_p_B1, is_small=is_small), probs_BV)
     if any(param.min_p > 0.0 for param in params):
-        floor_B1 = probs_BV.amax(dim=-1, keepdim=True) * _column([param.min_p for param in params], probs_BV)
-        _drop_below(floor_B1, probs_BV)
+        _drop_below(probs_BV.amax(dim=-1, keepdim=True) * min_p_B1, probs_BV)
 
 
 def _drop_below(floor_B1: Tensor, probs_BV: Tensor) -> None:
@@ -223,12 +232,11 @@ def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Ten
     return torch.where(whole_B1, 0.0, sorted_BC.gather(1, last_B1.clamp_(min=0)))
 
 
-def _inverse_cdf(probs_BV: Tensor, uniforms: Sequence[float]) -> Tensor:
+def _inverse_cdf(probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     """Return for each row the first token id whose cumulative probability exceeds the row's uniform number * total."""
     # float64: a float32 sum over a vocabulary loses the tail of the distribution.
     cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
-    shares_B1 = _on(probs_BV.device, uniforms, torch.float64)[:, None]
-    ids_B = torch.searchsorted(cdf_BV, shares_B1 * cdf_BV[:, -1:], right=True).squeeze(1)
+    ids_B = torch.searchsorted(cdf_BV, uniform_B1 * cdf_BV[:, -1:], right=True).squeeze(1)
     # Only NaN rows exceed the vocabulary (from NaN weights, for example): return an id that exists.
     return ids_B.clamp_(max=probs_BV.shape[1] - 1)
 
@@ -246,17 +254,16 @@ def top_logprobs(
             rows = zip(logits_RV.detach().numpy(), token_ids, strict=True)
             return [_row_logprobs(logits_V, token_id, num_top) for logits_V, token_id in rows]
     logprobs_RV = logits_RV.log_softmax(dim=-1)
-    ids_R1 = torch.tensor(token_ids, device=logits_RV.device)[:, None]
-    chosen_R1 = logprobs_RV.gather(1, ids_R1)
-    ranks = ((logprobs_RV > chosen_R1).sum(dim=-1) + 1).tolist()
-    chosen = zip(chosen_R1.squeeze(1).tolist(), ranks, strict=True)
-    if not num_top:
-        return [(logprob, rank, []) for logprob, rank in chosen]
+    (ids_R,) = copy_to_device(logits_RV.device, [np.array(token_ids, dtype=np.int64)])
+    chosen_R1 = logprobs_RV.gather(1, ids_R[:, None])
+    ranks_R1 = (logprobs_RV > chosen_R1).sum(dim=-1, keepdim=True) + 1
     top = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
-    alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    # In float64, which is exact for all of these numbers, they take one copy to the host.
+    found = torch.cat([x.double() for x in (chosen_R1, ranks_R1, top.indices, top.values)], dim=1).tolist()
+    count = top.indices.shape[1]
     return [
-        (logprob, rank, list(zip(ids, values, strict=True)))
-        for (logprob, rank), (ids, values) in zip(chosen, alternatives, strict=True)
+        (logprob, int(rank), list(zip(map(int, rest[:count]), rest[count:], strict=True)))
+        for logprob, rank, *rest in found
     ]
 
 

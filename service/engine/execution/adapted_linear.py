@@ -7,11 +7,13 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from model.checkpoint.lora_adapter import Adapter
 from model.nn.transformer import Transformer
+from model.system.device_copy import copy_to_device
 
 Matrices = dict[str, tuple[Tensor, Tensor]]  # module -> down RE, up FR
 
@@ -80,8 +82,8 @@ class LinearAdapters:
             if key:
                 tokens.setdefault(key, []).extend(range(first, first + length))
             first += length
-        for key, indices in tokens.items():
-            self._groups.append((torch.tensor(indices, device=self._device), self._adapters[key]))
+        copies = copy_to_device(self._device, [np.array(indices) for indices in tokens.values()])
+        self._groups.extend(zip(copies, map(self._adapters.__getitem__, tokens), strict=True))
         try:
             yield
         finally:

@@ -20,6 +20,7 @@ from model.nn.transformer import Transformer
 from model.sampling.logits_processors import mask_logits
 from model.sampling.params import SamplingParams
 from model.sampling.sampler import NO_TOKEN, most_likely, sample, top_logprobs
+from model.system.device_copy import copy_to_device
 from service.engine.execution.adapted_linear import LinearAdapters
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.execution.model_inputs import ModelInputs
@@ -63,7 +64,6 @@ class ModelRunner:
         self._vocab_size = vocab_size
         weight = model.token_embedding.weight
         self._device = weight.device
-        self._is_on_device = weight.device.type != "cpu"
         self._cache = KVCache(
             model.config,
             num_blocks=num_blocks + 1,
@@ -97,42 +97,35 @@ class ModelRunner:
         The step must not need token rules, grammar masks or logprobs. The caller may overwrite the inputs once
         `launch` returns.
         """
-        x_TE, logits_RV = self._compute(inputs)
+        _, logits_RV, sums_T = self._compute(inputs)
         self._sampled_B = sample(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
-        ids_B, sums_T = self._sampled_B, _sums(x_TE, logits_RV, inputs.metadata.logit_rows_R)
-        copied: torch.cuda.Event | None = None
-        if ids_B.is_cuda:
-            ids_B, sums_T = _pinned(ids_B), _pinned(sums_T)
-            copied = torch.cuda.Event()
-            copied.record()
+        wait = _copy_to_host(self._sampled_B, sums_T)
 
         def read() -> StepOutputs:
-            if copied is not None:
-                copied.synchronize()
-            non_finite = frozenset(_non_finite(sums_T))
-            return StepOutputs(token_ids=ids_B.tolist(), non_finite=non_finite)
+            ids_B, sums_T = wait()
+            return StepOutputs(token_ids=ids_B.tolist(), non_finite=frozenset(_non_finite(sums_T)))
 
         return read
 
-    def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        """Run the model on a step's inputs. Return the hidden states TE and the requested logits RV."""
+    def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the model on a step's inputs. Return the hidden states TE, the requested logits RV, and their `_sums`."""
+        metadata, rows_R = inputs.metadata, inputs.metadata.logit_rows_R
         sampled_B = self._sampled_B if inputs.previous_rows else None
         if sampled_B is not None and inputs.previous_rows != tuple(range(len(sampled_B))):
-            sampled_B = sampled_B[torch.tensor(inputs.previous_rows).to(self._device, non_blocking=True)]
+            sampled_B = sampled_B[copy_to_device(self._device, [np.array(inputs.previous_rows)])[0]]
         x_TE = None if self._graphs is None or inputs.adapters else self._graphs.hidden(inputs, sampled_B)
         if x_TE is None:
-            token_ids_T, metadata = inputs.token_ids_T, inputs.metadata
-            if self._is_on_device:
-                token_ids_T, metadata = token_ids_T.to(self._device, non_blocking=True), metadata.to(self._device)
+            metadata, (token_ids_T,) = metadata.to_device(self._device, [inputs.token_ids_T])
+            rows_R = metadata.logit_rows_R
             if sampled_B is not None:
                 token_ids_T = torch.cat((sampled_B, token_ids_T[len(sampled_B) :]))
             x_TE = self._hidden(token_ids_T, metadata, inputs.adapters)
-        rows_R = inputs.metadata.logit_rows_R
-        x_RE = x_TE if rows_R is None else x_TE.index_select(0, rows_R.to(self._device, non_blocking=True))
-        logits_RV = self._model.logits(x_RE)
+        elif rows_R is not None:
+            (rows_R,) = copy_to_device(self._device, [rows_R.numpy()])
+        logits_RV = self._model.logits(x_TE if rows_R is None else x_TE.index_select(0, rows_R))
         if logits_RV.shape[1] > self._vocab_size:
             logits_RV = logits_RV[:, : self._vocab_size]
-        return x_TE, logits_RV
+        return x_TE, logits_RV, _sums(x_TE, logits_RV, rows_R)
 
     def _hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, runs: tuple[tuple[str, int], ...]) -> Tensor:
         """Return the hidden states TE of a step. `runs`: as `ModelInputs.adapters`."""
@@ -160,15 +153,17 @@ class ModelRunner:
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
         """Run the model and sample. `decoded`: native kernels' result of a decode step, which replaces the run."""
+        ids_B: Tensor | list[int]
         if decoded is None:
-            likely = None
-            x_TE, logits_RV = self._compute(inputs)
-            non_finite = _non_finite(_sums(x_TE, logits_RV, inputs.metadata.logit_rows_R).cpu())
+            x_TE, logits_RV, sums_T = self._compute(inputs)
+            ids_B, sums_T = _copy_to_host(_sample(logits_RV, inputs, self._kernels), sums_T)()
+            non_finite = _non_finite(sums_T)
         else:
             likely, logits_RV = decoded
+            ids_B = likely if _is_plain_greedy(inputs) else _sample(logits_RV, inputs, self._kernels)
             x_TE = logits_RV  # unused: decode steps pool no hidden states
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
-        token_ids = _sample(logits_RV, inputs, likely, self._kernels) if inputs.params else []
+        token_ids = _token_ids(ids_B, inputs)
         pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
         for chunk, row in inputs.pooled_rows:
             if not np.isfinite(pooled[chunk.uid]).all():
@@ -205,16 +200,26 @@ class ModelRunner:
         return weights_HTT[:, rows, columns].numpy().tobytes()
 
 
-def _pinned(x: Tensor) -> Tensor:
-    """Start an asynchronous copy of a device's tensor to pinned host memory, and return the copy."""
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return copy.copy_(x, non_blocking=True)
+def _copy_to_host(ids_B: Tensor, sums_T: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Start one asynchronous copy of both tensors to the host. Return a function that waits for the copies."""
+    if ids_B.is_cpu:
+        return lambda: (ids_B, sums_T)
+    packed = torch.cat((ids_B, sums_T.double().view(torch.int64)))
+    host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True).copy_(packed, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def wait() -> tuple[Tensor, Tensor]:
+        copied.synchronize()
+        return host[: len(ids_B)], host[len(ids_B) :].view(torch.float64)
+
+    return wait
 
 
 def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
     """Return the sum over hidden state and logits of each packed token, T. NaN and infinity carry over to the sum."""
     sums_T, of_logits_R = _row_sums(x_TE), _row_sums(logits_RV)
-    return sums_T + of_logits_R if rows_R is None else sums_T.index_add_(0, rows_R.to(sums_T.device), of_logits_R)
+    return sums_T + of_logits_R if rows_R is None else sums_T.index_add_(0, rows_R, of_logits_R)
 
 
 def _row_sums(x_RN: Tensor) -> Tensor:
@@ -231,26 +236,32 @@ def _non_finite(sums_T: Tensor) -> set[int]:
     return set(np.flatnonzero(~np.isfinite(sums_T.numpy())).tolist())
 
 
-def _sample(
-    logits_RV: Tensor, inputs: ModelInputs, likely_ids: list[int] | None, kernels: KernelLibrary | None
-) -> Sequence[int | None]:
-    """Sample one token per entry of `inputs.params`; None where none is allowed. `likely_ids`: argmaxes, if known."""
-    count = len(inputs.params)
-    logits_BV = logits_RV if len(logits_RV) == count else logits_RV[:count]
-    if inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None:
-        greedy: list[int] = most_likely(logits_BV).tolist() if likely_ids is None else likely_ids
-        return greedy
-    without_token: list[int] = []
+def _is_plain_greedy(inputs: ModelInputs) -> bool:
+    """Return whether each sampled token is the most likely token."""
+    return inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None
+
+
+def _sample(logits_RV: Tensor, inputs: ModelInputs, kernels: KernelLibrary | None) -> Tensor:
+    """Sample one token per entry of `inputs.params`. A row without an allowed token gets any id or `NO_TOKEN`."""
+    logits_BV = logits_RV[: len(inputs.params)]
+    if _is_plain_greedy(inputs):
+        return torch.as_tensor(most_likely(logits_BV))
     if inputs.masks is not None:
-        rows, allowed_RV = inputs.masks.rows, torch.from_numpy(inputs.masks.allowed.result())
-        logits_BV = mask_logits(logits_BV, rows, allowed_RV)
-        without_token = [row for row, some in zip(rows, allowed_RV.any(dim=1).tolist(), strict=True) if not some]
-    ids_B = sample(
+        logits_BV = mask_logits(logits_BV, inputs.masks.rows, torch.from_numpy(inputs.masks.allowed.result()))
+    return sample(
         logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels
     )
+
+
+def _token_ids(ids_B: Tensor | list[int], inputs: ModelInputs) -> Sequence[int | None]:
+    """Return the sampled token ids; None for rows whose rules or grammar allow no token."""
+    if isinstance(ids_B, list):
+        return ids_B
     sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
-    for row in without_token:
-        sampled[row] = None
+    if inputs.masks is not None:
+        for row, allowed_V in zip(inputs.masks.rows, inputs.masks.allowed.result(), strict=True):
+            if not allowed_V.any():
+                sampled[row] = None
     return sampled
 
 
@@ -263,7 +274,8 @@ def _sampled_logprobs(
     known = {row: token_id for row, token_id in asked.items() if token_id is not None}
     if known:
         num_top = max(params[row].logprobs or 0 for row in known)
-        found = _token_logprobs(logits_RV[list(known)], list(known.values()), num_top)
+        (rows_R,) = copy_to_device(logits_RV.device, [np.array(list(known))])
+        found = _token_logprobs(logits_RV[rows_R], list(known.values()), num_top)
         for row, entry in zip(known, found, strict=True):
             wanted = params[row].logprobs or 0
             entries[row] = msgspec.structs.replace(entry, top=entry.top[:wanted])

@@ -1,0 +1,120 @@
+"""Formulas of the project's Triton kernels and of PyTorch's variable-length attention, for the simulated device.
+
+A formula reads and writes the tensors of a launch's arguments, all on the CPU, as the kernel does on a GPU. The kernels
+themselves are compared with PyTorch's operations on a GPU, by the tests marked `gpu`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from model.nn import linear
+
+Arguments = Mapping[str, Any]  # of a launch, by the names of the kernel's parameters
+
+
+def _attend_splits(a: Arguments) -> None:
+    """Attend over all keys of each sequence as one split, with the slots that the block tables name."""
+    keys, values, tables, block = a["keys"], a["values"], a["tables"], a["BLOCK"]
+    for row, position in enumerate(a["positions"].tolist()):
+        first = max(0, position + 1 - a["window"]) if a["window"] else 0
+        places = torch.arange(first, position + 1)
+        blocks, offsets = tables[row, places // block], places % block
+        k_SKD, v_SKD = keys[blocks, offsets].float(), values[blocks, offsets].float()
+        if a["HAS_SCALES"]:
+            k_SKD = k_SKD * a["key_scales"][blocks, offsets][..., None]
+            v_SKD = v_SKD * a["value_scales"][blocks, offsets][..., None]
+        q_KGD = a["q"][row].float().unflatten(0, (a["KV_HEADS"], a["GROUP"]))
+        scores_KGS = torch.einsum("kgd,skd->kgs", q_KGD, k_SKD) * a["scale"]
+        tops_KG = scores_KGS.amax(-1)
+        weights_KGS = (scores_KGS - tops_KG[..., None]).exp()
+        a["sums"][row, :, 0] = torch.einsum("kgs,skd->kgd", weights_KGS, v_SKD).flatten(0, 1)
+        a["scales"][row, :, 0, 0] = tops_KG.flatten()
+        a["scales"][row, :, 0, 1] = weights_KGS.sum(-1).flatten()
+
+
+def _join_splits(a: Arguments) -> None:
+    a["out"].copy_(a["sums"][:, :, 0] / a["scales"][:, :, 0, 1:])
+
+
+def _rms_norm(a: Arguments) -> None:
+    x = a["x"].float()
+    weight = a["weight"].float() + (1.0 if a["UNIT_OFFSET"] else 0.0)
+    normed = x * (x.square().mean(-1, keepdim=True) + a["eps"]).rsqrt() * weight
+    a["out"].copy_(normed.view(a["out"].shape))
+
+
+def _rotate_pair(a: Arguments) -> None:
+    cos_T1R, sin_T1R = (a[name].reshape(len(a["q"]), 1, -1) for name in ("cosines", "sines"))
+    size = a["ROTATED"]
+    for source, target in ((a["q"], a["turned_q"]), (a["k"], a["turned_k"])):
+        x = source.float()
+        first, second = x[..., : size // 2], x[..., size // 2 : size]
+        turned = x[..., :size] * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R
+        target.copy_(torch.cat((turned, x[..., size:]), dim=-1))
+
+
+def _silu_product(a: Arguments) -> None:
+    gate, up = a["gate_up"].chunk(2, dim=-1)
+    a["out"].copy_((torch.nn.functional.silu(gate) * up).view(a["out"].shape))
+
+
+def _quantize_rows(a: Arguments) -> None:
+    codes, scales = linear.quantize_rows(a["x"], a["numbers"].dtype)
+    a["numbers"].zero_()[:, : codes.shape[1]] = codes
+    a["scales"].copy_(scales)
+
+
+def _multiply_few(a: Arguments) -> None:
+    inputs, size = a["inputs"], a["each"]
+    x, weight = a["x"].double(), a["weight"].double()
+    sums = [x[:, at : at + size] @ weight[:, at : at + size].T for at in range(0, inputs, size)]
+    if a["IS_PART"]:
+        a["out"].copy_(torch.stack(sums))
+    else:
+        _scale(sums[0], a)
+
+
+def _scale_sums(a: Arguments) -> None:
+    _scale(a["sums"].sum(0, dtype=torch.float64), a)
+
+
+def _scale(sums: Tensor, a: Arguments) -> None:
+    bias = a["bias"] if a["HAS_BIAS"] else None
+    a["out"].copy_(linear.scale_sums(sums, a["x_scale"], a["scale"], bias, a["out"].dtype))
+
+
+FORMULAS: Final[Mapping[str, Callable[[Arguments], None]]] = {
+    function.__name__: function
+    for function in (
+        *(_attend_splits, _join_splits, _rms_norm, _rotate_pair, _silu_product),
+        *(_quantize_rows, _multiply_few, _scale_sums),
+    )
+}
+
+
+def variable_length_attention(
+    q_XHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, starts: Tensor, context_starts: Tensor,
+    max_query: int, max_context: int, is_causal: bool, scale: float, window: list[int], *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute `torch.nn.attention.varlen.varlen_attn` for sequences whose queries are their last tokens.
+
+    Asserts what the kernel's documentation demands of its arguments.
+    """
+    assert q_XHD.dtype in (torch.bfloat16, torch.float16)
+    assert starts.dtype == context_starts.dtype == torch.int32
+    assert is_causal == (list(window) == [-1, 0])
+    lengths, contexts = starts.diff().tolist(), context_starts.diff().tolist()
+    assert (max(lengths), max(contexts)) == (max_query, max_context)
+    outs = []
+    for q_QHD, k, v in zip(q_XHD.split(lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True):
+        groups = q_QHD.shape[1] // k.shape[1]
+        k_SHD, v_SHD = (x.float().repeat_interleave(groups, 1) for x in (k, v))
+        distances_QS = torch.arange(len(k) - len(q_QHD), len(k))[:, None] - torch.arange(len(k))
+        hidden_QS = (distances_QS < 0) | (distances_QS > (window[0] if window[0] >= 0 else len(k)))
+        scores_HQS = torch.einsum("qhd,shd->hqs", q_QHD.float(), k_SHD) * scale
+        weights_HQS = scores_HQS.masked_fill(hidden_QS, -torch.inf).softmax(-1)
+        outs.append(torch.einsum("hqs,shd->qhd", weights_HQS, v_SHD).to(q_XHD.dtype))
+    return torch.cat(outs), q_XHD.new_zeros(q_XHD.shape[1], len(q_XHD)), torch.zeros(2, dtype=torch.uint64)

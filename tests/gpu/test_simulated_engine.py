@@ -1,0 +1,280 @@
+"""The engine's GPU path on the simulated device: the CPU's tokens, and the host's waits and copies in each step."""
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher
+
+from model.attention.paged import KernelContext
+from model.checkpoint.lora_adapter import Adapter, Addition
+from model.checkpoint.manifest import read_manifest
+from model.gpu.quantization import Quantization
+from model.nn.linear import replace_linears
+from model.nn.transformer import Transformer
+from model.system.triton_modules import import_with_triton
+from service.config.settings import ModelSettings
+from service.engine.engine import Engine
+from service.engine.execution.gpu_setup import capture_for, choose_attention, fuse_for_gpu
+from service.engine.scheduling.scheduler import EngineConfig
+from service.ipc.messages import LoadAdapter, StepStats, Submit
+from service.worker.engine_factory import build_engine
+from tests.engine.fakes import make_submit
+from tests.engine.test_parity import EOS, TOKENIZER, reference_completion, submissions
+from tests.gpu.simulated_device import SimulatedDevice
+from tests.model.configs import VARIANTS, attention_layers, build
+
+pytestmark = pytest.mark.triton
+
+# One of each mechanism. The last four have attention that no paged kernel computes: sdpa replaces it, without graphs.
+PAGED = (
+    *("rotary-gqa", "rotary-mqa-untied", "rotary-mha-wide-heads", "gpt2", "neox", "falcon", "olmo2"),
+    *("gemma3", "gemma4", "window-one-layer", "ministral3"),
+)
+NOT_CAPTURED = ("experts", "gemma2", "alibi", "average", "disentangled")
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    with SimulatedDevice() as simulated:
+        yield simulated
+
+
+class Run:
+    """Engine on the simulated device, with the tokens of each uid, and the statistics and counts of each step."""
+
+    def __init__(self, device: SimulatedDevice, model: Transformer, **config: Any) -> None:
+        values = {"block_size": 4, "num_blocks": 200, "max_num_running": 8, "max_batched_tokens": 64, **config}
+        self.model = model.to("cuda")
+        place = KernelContext(config=model.config, device=torch.device("cuda"), dtype=torch.float32, block_size=4)
+        chosen = choose_attention("auto", place, None)
+        for attention in attention_layers(model):
+            attention.backend = chosen.backend
+        fuse_for_gpu(model)
+        self.engine = Engine(
+            model,
+            TOKENIZER,
+            EngineConfig(**values),
+            capture=capture_for(torch.device("cuda")) if chosen.can_capture else None,
+            read_adapter=read_adapter,
+        )
+        self.is_captured = chosen.can_capture
+        self.device = device
+        device.counts.clear()
+        self.tokens: dict[str, list[int]] = {}
+        self.stats: list[StepStats] = []
+        self.counts: list[Counter[str]] = []
+
+    def drive(self, submits: Sequence[Submit], every: int = 0, canceled: str = "") -> None:
+        """Complete all submissions: all at once, or one every `every` steps. Cancel one after three of its tokens."""
+        waiting = list(submits)
+        while waiting or self.engine.has_work:
+            while waiting and (not every or len(self.stats) % every == 0):
+                self.engine.submit(waiting.pop(0))
+                if every:
+                    break
+            before = Counter(self.device.counts)
+            result = self.engine.step()
+            self.engine.check_integrity()
+            self.stats.append(result.stats)
+            self.counts.append(self.device.counts - before)
+            for delta in result.events:
+                assert delta.finish is None or delta.finish.error is None
+                self.tokens.setdefault(delta.uid, []).extend(delta.token_ids)
+            if len(self.tokens.get(canceled, ())) >= 3:
+                self.engine.cancel(canceled)
+
+    def total(self, name: str) -> int:
+        return sum(int(getattr(stats, name)) for stats in self.stats)
+
+
+def read_adapter(directory: Path) -> Adapter:
+    """Return an adapter of random numbers for the model "rotary-gqa"; its seed is the directory's name."""
+    rng = np.random.default_rng(int(directory.name))
+    down, up = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 32), (32, 2)))
+    return Adapter(key=directory.name, matrices={"layers.0.attention.out": Addition(down, up)})
+
+
+def mixed(count: int, seed: int) -> list[Submit]:
+    """Make submissions greedy and seeded, some with a common prefix, some with penalties or other token rules."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(EOS) for _ in range(13)]
+    rules: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.7, "presence_penalty": 0.2, "repetition_penalty": 1.3},
+        {"logit_bias": ((5, 4.0), (9, -3.0))},
+        {"allowed_token_ids": tuple(range(3, 60))},
+        {"stop_token_ids": tuple(range(40)), "min_tokens": 6},
+    ]
+    made = []
+    for number, submit in enumerate(submissions(count, seed=seed, max_prompt=20)):
+        changes: dict[str, Any] = {"max_tokens": min(submit.params.max_tokens, 12)}
+        prompt = submit.prompt_token_ids
+        if number % 3 == 0:
+            changes |= rules[number // 3 % len(rules)]
+        elif number % 3 == 1:
+            prompt = (*shared, number)
+        params = dataclasses.replace(submit.params, **changes)
+        made.append(msgspec.structs.replace(submit, params=params, prompt_token_ids=prompt))
+    return made
+
+
+def on_cpu(model: Transformer, submits: Sequence[Submit], **config: Any) -> dict[str, list[int]]:
+    """Return the tokens of an engine on the CPU without lookahead."""
+    values = {"block_size": 4, "num_blocks": 400, "max_batched_tokens": 64, **config}
+    engine = Engine(model, TOKENIZER, EngineConfig(**values), read_adapter=read_adapter)
+    tokens: dict[str, list[int]] = {}
+    for key in {submit.adapter for submit in submits} - {""}:
+        engine.load_adapter(LoadAdapter(key=key, directory=key))
+    for submit in submits:
+        engine.submit(submit)
+    while engine.has_work:
+        for delta in engine.step().events:
+            tokens.setdefault(delta.uid, []).extend(delta.token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("name", PAGED + NOT_CAPTURED)
+def test_tokens_equal_the_cpu_with_preemption_prefix_hits_and_cancellation(name: str, device: SimulatedDevice) -> None:
+    run = Run(device, build(VARIANTS[name]), num_blocks=20)
+    assert run.is_captured == (name in PAGED)
+    submits = mixed(10, seed=3)
+    greedy = make_submit("canceled", [5, 6, 7], max_tokens=40, temperature=0.0, ignore_eos=True)
+    run.drive([greedy, *submits], every=1, canceled="canceled")
+    reference = build(VARIANTS[name])
+    for submit in submits:
+        assert run.tokens[submit.uid] == reference_completion(reference, submit, run.tokens[submit.uid])
+    assert 3 <= len(run.tokens["canceled"]) < 40
+    assert run.total("num_preemptions") > 0
+    assert run.total("num_prefix_hits") > 0
+    assert device.counts["replays"] > 10 or not run.is_captured
+    assert device.counts["pageable copy"] == 0 or not run.is_captured
+
+
+def test_drafts_change_no_token(device: SimulatedDevice) -> None:
+    """Speculation: draft tokens are rows of captured decode steps."""
+    run = Run(device, build(VARIANTS["rotary-gqa"]), max_draft_tokens=4)
+    submits = [
+        make_submit(str(seed), [7, 8, 9, seed] * 3, max_tokens=24, temperature=0.0, ignore_eos=True)
+        for seed in range(4)
+    ]
+    run.drive(submits)
+    reference = build(VARIANTS["rotary-gqa"])
+    for submit in submits:
+        assert run.tokens[submit.uid] == reference_completion(reference, submit, run.tokens[submit.uid])
+    assert run.total("num_accepted_tokens") > 0
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "float16"])
+def test_a_cache_of_fewer_bits_gives_the_tokens_of_the_cpu(cache_dtype: str, device: SimulatedDevice) -> None:
+    run = Run(device, build(VARIANTS["window-one-layer"]), kv_cache_dtype=cache_dtype)
+    submits = mixed(8, seed=5)
+    run.drive(submits)
+    assert run.tokens == on_cpu(build(VARIANTS["window-one-layer"]), submits, kv_cache_dtype=cache_dtype)
+
+
+def test_int8_matrices_give_the_tokens_of_pytorchs_products(device: SimulatedDevice) -> None:
+    expected_model = build(VARIANTS["rotary-gqa"])
+    replace_linears(expected_model, Quantization("int8").make)
+    model = build(VARIANTS["rotary-gqa"]).to("cuda")
+    replace_linears(model, Quantization("int8", import_with_triton("model.gpu.quantized_kernels")).make)
+    run = Run(device, model)
+    submits = mixed(8, seed=6)
+    run.drive(submits)
+    assert run.tokens == on_cpu(expected_model, submits)
+
+
+def test_adapters_give_the_tokens_of_the_cpu(device: SimulatedDevice) -> None:
+    """Steps with LoRA adapters are not captured. Their tokens' rows are part of the step."""
+    submits = [
+        msgspec.structs.replace(submit, adapter=["", "1", "2"][number % 3])
+        for number, submit in enumerate(mixed(9, seed=7))
+    ]
+    run = Run(device, build(VARIANTS["rotary-gqa"]))
+    for key in "12":
+        run.engine.load_adapter(LoadAdapter(key=key, directory=key))
+    run.drive(submits)
+    assert run.tokens == on_cpu(build(VARIANTS["rotary-gqa"]), submits)
+    assert device.counts["pageable copy"] == 2 * 2  # the adapters' matrices, when they are loaded
+
+
+def test_grammars_bind_the_tokens_that_they_bind_on_the_cpu(device: SimulatedDevice) -> None:
+    grammar = LLMatcher.grammar_from_regex(r"[a-z]{3,5}-[0-9]{2}")
+    submits = [
+        msgspec.structs.replace(
+            make_submit(str(seed), [7, 8, seed], max_tokens=10, seed=seed), grammar=grammar if seed % 2 else None
+        )
+        for seed in range(4)
+    ]
+    run = Run(device, build(VARIANTS["rotary-gqa"]))
+    run.drive(submits)
+    assert run.tokens == on_cpu(build(VARIANTS["rotary-gqa"]), submits)
+    assert device.counts["pageable copy"] == 0
+
+
+# Sampling parameters, and a decode step's copies to the device, copies to the host, and waits with these parameters.
+# A captured step waits for its own result, and for the copy of the previous step's inputs, which is done by then.
+STEADY: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
+    "greedy": ({"temperature": 0.0}, (1, 1, 2)),
+    "random": ({"temperature": 0.8}, (2, 1, 2)),
+    "top_k and top_p": ({"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, (2, 1, 2)),
+    "top_p": ({"temperature": 0.8, "top_p": 0.9}, (2, 1, 3)),  # the host reads whether 256 candidates hold top_p
+    "penalties": ({"temperature": 0.0, "frequency_penalty": 0.5, "logit_bias": ((3, 1.0),)}, (2, 1, 2)),
+    "logprobs": ({"temperature": 0.0, "logprobs": 2}, (3, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", STEADY)
+def test_a_decode_step_copies_once_in_each_direction(kind: str, device: SimulatedDevice) -> None:
+    params, expected = STEADY[kind]
+    run = Run(device, build(VARIANTS["rotary-gqa"]))
+    run.drive([make_submit(str(n), [n, 7, 9], max_tokens=8, seed=n, ignore_eos=True, **params) for n in range(3)])
+    steady = run.counts[len(run.counts) // 2]
+    waits = sum(count for what, count in steady.items() if what.startswith("wait"))
+    assert (steady["copy in"], steady["copy out"], waits) == expected
+    assert steady["replays"] == 1
+    assert device.counts["pageable copy"] == (0 if kind != "logprobs" else len(run.counts))
+
+
+@pytest.mark.parametrize("name", ["rotary-gqa", "gemma3"])
+def test_a_step_with_prompts_copies_once_in_each_direction(name: str, device: SimulatedDevice) -> None:
+    """A step with two prompts, and with a decode of a third sequence after the first step."""
+    run = Run(device, build(VARIANTS[name]))
+    run.engine.submit(make_submit("first", [1, 2, 3], max_tokens=9, temperature=0.0, logprobs=0, ignore_eos=True))
+    run.engine.step()
+    prompts = [make_submit(str(n), range(n, n + 9), max_tokens=1, temperature=0.0) for n in range(2)]
+    for submit in prompts:
+        run.engine.submit(submit)
+    device.counts.clear()
+    device.lines.clear()
+    stats = run.engine.step().stats
+    assert (stats.num_prompt_tokens, stats.num_completion_tokens) == (18, 3)
+    packed = [line for line in device.lines if line.startswith("copy in: metadata.py")]
+    assert [device.lines[line] for line in packed] == [1]
+    assert device.counts["pageable copy"] == 1  # the logprobs' copy to the host, which waits anyway
+    assert device.counts["wait copy in"] == 0
+
+
+@pytest.mark.triton
+def test_an_engine_in_bfloat16_uses_every_gpu_feature(tiny_checkpoint: Path, device: SimulatedDevice) -> None:
+    settings = ModelSettings(checkpoint=tiny_checkpoint, max_num_running=4, max_batched_tokens=64)
+    engine, facts = build_engine(settings, read_manifest(tiny_checkpoint))
+    assert (facts.device, facts.dtype) == ("cuda", "bfloat16")
+    assert facts.attention == "paged (decode: triton, prompts: varlen)"
+    engine.warm_up()
+    assert device.counts["captures"] == 2  # a trial, and one shape
+    submits = [make_submit(str(n), [n, 7, 9, 11], max_tokens=8, temperature=0.0, ignore_eos=True) for n in range(3)]
+    tokens: dict[str, list[int]] = {}
+    for submit in submits:
+        engine.submit(submit)
+    while engine.has_work:
+        for delta in engine.step().events:
+            tokens.setdefault(delta.uid, []).extend(delta.token_ids)
+    assert [len(ids) for ids in tokens.values()] == [8] * 3
+    assert device.counts["replays"] >= 7
