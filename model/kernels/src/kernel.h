@@ -1,6 +1,8 @@
 // Declarations that the source files share: threads, attention, and products with packed matrices.
 #pragma once
 
+#include <algorithm>
+
 #include "lanes.h"
 
 #define KVASIR_KERNEL extern "C" __attribute__((visibility("default")))
@@ -103,6 +105,12 @@ constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4;  // sums take 24 of 32 registers
 #else
 constexpr int TILE_ROWS = 3, TILE_BLOCKS = 2;
 #endif
+
+// Returns how many panels a task of one tile reads in sequence: up to 512 KiB, if that leaves eight tasks or more to each
+// thread.
+inline int64_t panels_in_sequence(int64_t panels, int64_t panel_bytes, int64_t threads) {
+    return std::max<int64_t>(1, std::min(panels / threads / 8, (1 << 19) / panel_bytes));
+}
 
 // Receives the results of one row for `blocks` blocks, an even number, of LANES outputs, starting at `output`. Called
 // once for every row and output, on any thread.

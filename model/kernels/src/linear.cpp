@@ -1,4 +1,6 @@
 // Products with packed matrices, computed in tiles of rows and outputs. The sums of a tile stay in registers.
+#include <algorithm>
+
 #include "floats.h"
 #include "quantized.h"
 
@@ -116,18 +118,21 @@ template <typename Kind>
 void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
                  int64_t threads, Emit emit, const void* work) {
     constexpr int64_t OUTPUTS = TILE_BLOCKS * LANES;
-    const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS;
+    const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS, panels = matrix.outputs / PANEL;
+    const int64_t panel_bytes = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP * PANEL_STEP;
+    const int64_t run = rows > TILE_ROWS ? 1 : panels_in_sequence(panels, panel_bytes, threads);
     const auto* inputs = static_cast<const typename Kind::Input*>(x);
-    parallel_for(matrix.outputs / PANEL * parts, threads, [&](int64_t task, int) {
-        const int64_t panel = task / parts * PANEL, first = task % parts * TASK_ROWS;
+    parallel_for((panels + run - 1) / run * parts, threads, [&](int64_t task, int) {
+        const int64_t first_output = task / parts * run * PANEL, first = task % parts * TASK_ROWS;
+        const int64_t end_output = std::min(first_output + run * PANEL, matrix.outputs);
         const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
         // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
         const auto others = static_cast<int>((end - first + TILE_ROWS - 1) / TILE_ROWS - 1);
         const int share = others > 0 ? (TILE_BLOCKS + others - 1) / others : 0;
-        for (int64_t output = panel; output < panel + PANEL; output += OUTPUTS) {
-            const bool is_last = output + OUTPUTS == panel + PANEL;
-            const int64_t next_output = is_last ? panel + threads * PANEL : output + OUTPUTS;
-            const auto* next = reinterpret_cast<const char*>(weights_of<Kind>(matrix, next_output));
+        for (int64_t output = first_output; output < end_output; output += OUTPUTS) {
+            const int64_t next_output = output + OUTPUTS;
+            const int64_t skipped = next_output < end_output ? 0 : (threads - 1) * run * PANEL;
+            const auto* next = reinterpret_cast<const char*>(weights_of<Kind>(matrix, next_output + skipped));
             int fetched = -share;
             auto next_prefetch = [&]() -> Prefetch {
                 const int line = fetched + share <= TILE_BLOCKS ? fetched : TILE_BLOCKS - share;

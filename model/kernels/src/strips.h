@@ -58,11 +58,10 @@ inline Lines lines_of(StripFetch fetch, const uint8_t* from, int64_t step, int64
 template <typename Kind>
 void multiply_strips(const Matrix& matrix, const typename Kind::Input* x, int64_t stride, const float* scales,
                      int64_t rows, int64_t threads, Emit emit, const void* work) {
-    constexpr int64_t LINES = Kind::BYTES / 64, RUN = 1 << 19;
+    constexpr int64_t LINES = Kind::BYTES / 64;
     const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS, panels = matrix.outputs / PANEL;
-    // A task of one tile reads up to RUN bytes in sequence, if that leaves eight tasks or more to each thread.
     const int64_t panel_bytes = PANEL / STRIP * steps_of<Kind>(matrix) * Kind::BYTES;
-    const int64_t run = rows > Kind::ROWS ? 1 : std::max<int64_t>(1, std::min(panels / threads / 8, RUN / panel_bytes));
+    const int64_t run = rows > Kind::ROWS ? 1 : panels_in_sequence(panels, panel_bytes, threads);
     parallel_for((panels + run - 1) / run * parts, threads, [&](int64_t task, int) {
         const int64_t first_output = task / parts * run * PANEL, start = task % parts * TASK_ROWS;
         const int64_t last_output = std::min(first_output + run * PANEL, matrix.outputs) - STRIP;
