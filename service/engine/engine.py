@@ -231,31 +231,18 @@ class Engine:
         ended = self._scheduler.take_ended()
         plan, read = self._plan, self._launched
         self._plan = self._launched = None
-        outputs = _NO_OUTPUTS
         if plan is None or not self._scheduler.has_running(plan):
             plan, read = self._scheduler.schedule(), None
             if before is not None and plan.admitted:
                 before(plan.admitted)
         try:
-            if read is None and plan.chunks:
-                masks = self._grammars.masks(plan) if self._grammars.uids else None
-                inputs = self._inputs.build(plan, masks)
-                if self._looks_ahead and _needs_no_host(plan, inputs):
-                    read = self._runner.launch(inputs)
-                else:
-                    outputs = self._runner.run(inputs)
-            if read is not None:
-                ahead = self._scheduler.schedule_ahead(plan)
-                if ahead is not None:
-                    self._launched = self._runner.launch(self._inputs.build(ahead))
-                    self._plan = ahead
-                outputs = read()
+            outputs = self._compute(plan, read)
         except torch.OutOfMemoryError as error:
             if plan.num_tokens == 1:
                 raise
             logger.warning("a step of %d tokens is repeated in smaller steps: %s", plan.num_tokens, first_line(error))
             self._plan = self._launched = None
-            plan = self._scheduler.preempt_all(plan)
+            plan, outputs = self._scheduler.preempt_all(plan), _NO_OUTPUTS
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
         failed: list[SequenceState] = []
@@ -278,6 +265,25 @@ class Engine:
                 self._grammars.forget(event.uid)
         num_tokens = [len(event.token_ids) for event in events if event.token_ids]
         return StepResult(events, self._stats(plan, len(updates), num_tokens, len(failed), time.perf_counter() - began))
+
+    def _compute(self, plan: StepPlan, read: Callable[[], StepOutputs] | None) -> StepOutputs:
+        """Return the outputs of a step, and launch the next step ahead if possible.
+
+        read: waits for the outputs of a step that was launched ahead; None: the step is not launched.
+        """
+        if read is None and plan.chunks:
+            masks = self._grammars.masks(plan) if self._grammars.uids else None
+            inputs = self._inputs.build(plan, masks)
+            if not (self._looks_ahead and _needs_no_host(plan, inputs)):
+                return self._runner.run(inputs)
+            read = self._runner.launch(inputs)
+        if read is None:
+            return _NO_OUTPUTS
+        ahead = self._scheduler.schedule_ahead(plan)
+        if ahead is not None:
+            self._launched = self._runner.launch(self._inputs.build(ahead))
+            self._plan = ahead
+        return read()
 
     def attention_weights(self, token_ids: tuple[int, ...], *, layer: int, heads: tuple[int, ...]) -> bytes:
         """Return the attention weights of a text in one layer as float32 bytes, see `ModelRunner.attention_weights`."""

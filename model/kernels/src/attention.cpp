@@ -8,7 +8,6 @@
 #include "attention_tile.h"
 #include "kernel.h"
 #include "rows.h"
-#include "scratch.h"
 
 namespace kvasir {
 namespace {

@@ -1,7 +1,10 @@
-// Declarations that the source files share: threads, attention, and products with packed matrices.
+// Declarations that the source files share: threads and their memory, attention, and products with packed matrices.
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
 
 #include "lanes.h"
 
@@ -28,6 +31,26 @@ void parallel_for(int64_t count, int64_t threads, const Callable& work) {
     };
     run_parallel(count, threads, call, &work);
 }
+
+// Scratch memory of one thread, aligned to pages. Grows as needed and is kept for later steps.
+struct Scratch {
+    char* memory = nullptr;
+    size_t size = 0;
+
+    // Ends the process if the system has no more memory: the service replaces a worker that ends.
+    char* reserve(size_t wanted) {
+        if (wanted > size) {
+            std::free(memory);
+            size = (wanted + 4095) / 4096 * 4096;
+            memory = static_cast<char*>(std::aligned_alloc(4096, size));
+            if (memory == nullptr) {
+                std::fprintf(stderr, "kvasir: out of memory: a kernel needs %zu bytes of scratch memory\n", size);
+                std::abort();
+            }
+        }
+        return memory;
+    }
+};
 
 // While an object of this class exists, its thread owns the thread pool, unless another thread does. Idle threads of an
 // owned pool spin for a while before they sleep: parts of a step follow each other within microseconds.

@@ -5,7 +5,6 @@
 #include "low_rank.h"
 #include "quantized.h"
 #include "routing.h"
-#include "scratch.h"
 
 namespace kvasir {
 namespace {

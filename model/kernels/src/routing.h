@@ -6,7 +6,6 @@
 #include <limits>
 
 #include "kernel.h"
-#include "scratch.h"
 
 namespace kvasir {
 

@@ -8,7 +8,6 @@
 
 #include "kernel.h"
 #include "lanes.h"
-#include "scratch.h"
 
 namespace kvasir {
 
