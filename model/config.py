@@ -264,8 +264,8 @@ class ModelConfig:
             self.local_rope_theta is None or self.rotary_dim is not None or self.global_head_dim % 2
         ):
             raise ValueError(
-                f"global_head_dim={self.global_head_dim} must be even, with local_rope_theta given and rotary_dim "
-                "absent, because global and local layers rotate heads of different sizes; correct these fields"
+                f"global_head_dim={self.global_head_dim} needs three things: an even value, local_rope_theta, and no "
+                "rotary_dim, because global and local layers rotate heads of different sizes; correct these fields"
             )
         if self.layer_input_size is not None and self.norm is not NormKind.RMS_NORM:
             raise ValueError(

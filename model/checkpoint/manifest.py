@@ -1,4 +1,7 @@
-"""Manifest of a checkpoint in Kvasir's or Hugging Face's format, or of a GGUF file. Files are verified before loading.
+"""Manifest of a checkpoint in Kvasir's or Hugging Face's format, or of a GGUF file.
+
+Before loading, sizes of files are checked, and in Kvasir's format their SHA-256. The other formats have no
+manifest.json: the manifest is made from the config and the weight files, or from the GGUF file's header.
 
 Kvasir's format:
 

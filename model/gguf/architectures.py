@@ -281,8 +281,8 @@ def _gemma4_values(file: GgufFile, found: dict[str, Any], values: dict[str, Any]
     is_wide = sizes == [size] * (values["num_hidden_layers"] - shared) + [2 * size] * shared
     if not is_wide and set(sizes) > {size}:
         raise CheckpointError(
-            f"{file.path}: {_MLP_SIZES} is not doubled in the {shared} layers with shared keys alone, "
-            "which is not implemented; use another model"
+            f"{file.path}: {_MLP_SIZES} must be the same in all layers, or twice as large in the last {shared}, "
+            "which share keys; others are not implemented; use another model"
         )
     return {
         "head_dim": head_dim,

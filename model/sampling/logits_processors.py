@@ -27,7 +27,8 @@ def obey(
 ) -> tuple[Tensor, bool]:
     """Apply each row's token rules and forbidden token ids to the logits of a batch.
 
-    Returns the new logits, which are the given tensor if no row has a rule, and whether any logit was set to -inf.
+    Returns the new logits, which are the given tensor if no row has a rule or forbidden id, and whether any logit
+    was set to -inf.
     Tokens that would complete a forbidden word (`TokenRules.forbidden`) are masked only if they are in `forbidden`.
     """
     asked = [(row, its) for row, its in enumerate(rules) if its is not None]

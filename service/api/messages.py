@@ -1,4 +1,4 @@
-"""Handlers of `/v1/messages`, Anthropic's Messages API, on the path of chat completions."""
+"""Handlers of `/v1/messages`, Anthropic's Messages API, by the code of chat completions."""
 
 from fastapi import Request
 from starlette.responses import Response

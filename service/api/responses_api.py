@@ -1,4 +1,4 @@
-"""Handlers of `/v1/responses`, OpenAI's Responses API, on the path of chat completions."""
+"""Handlers of `/v1/responses`, OpenAI's Responses API, by the code of chat completions."""
 
 import asyncio
 import uuid

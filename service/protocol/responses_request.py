@@ -441,7 +441,9 @@ class ResponsesRequest(SamplingRequest):
 
 
 def _messages(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> list[Message]:
-    """Return the messages of a conversation. Reasoning, text and calls of one response are one assistant message.
+    """Return the messages of a conversation: those of `earlier`, then those of `items`.
+
+    Consecutive reasoning, text and calls are one assistant message. Reasoning, or text after text, begins the next.
 
     Raises InvalidRequest for a function's output without an earlier call, or for invalid arguments of a call.
     """

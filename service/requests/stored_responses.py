@@ -65,7 +65,7 @@ class StoredResponse:
             self._keep(self)
 
     def fail(self, error: Exception) -> None:
-        """End the response with an error, unless it has ended or has not begun."""
+        """Keep the response as failed with an error, unless it has ended, or `begin` was not called. Sends nothing."""
         if self._snapshot is not None:
             self.end(self._snapshot(error=error if isinstance(error, ApiError) else ApiError("internal error")))
 

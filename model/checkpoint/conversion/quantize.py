@@ -1,4 +1,4 @@
-"""Conversion of any checkpoint to a Kvasir checkpoint with quantized matrices.
+"""Conversion of a checkpoint that is neither quantized nor a GGUF file to Kvasir's format with quantized matrices.
 
 Legend: F outputs, I inputs of a matrix, W words of 8 codes.
 """
