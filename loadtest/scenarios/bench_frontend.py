@@ -48,6 +48,9 @@ class InstantEngine:
         """Remove a sequence from the engine."""
         self._live.pop(uid, None)
 
+    def prepare_grammars(self) -> None:
+        """Do nothing: no submission has a grammar."""
+
     def step(self, **_: Any) -> SimpleNamespace:
         """Wait until the next step is due. Return a token for every unfinished sequence, and statistics of zeros."""
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))

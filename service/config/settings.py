@@ -227,8 +227,8 @@ class ServeSettings(ModelSettings):
     routers that send a request to the replica with the longest cached prefix (default: none)"""
     kv_events_replay_endpoint: str | None = option("operation", None, metavar="ADDRESS", min_length=1)
     """ZeroMQ address at which a router asks for changes that it has missed, such as tcp://*:5558 (default: none)"""
-    kv_events_topic: str = option("operation", "", metavar="TOPIC")
-    """topic of the published changes; llm-d expects kv@POD_ADDRESS@MODEL"""
+    kv_events_topic: str | None = option("operation", None, metavar="TOPIC", min_length=1)
+    """topic of the published changes; llm-d expects kv@POD_ADDRESS@MODEL (default: the empty topic)"""
 
     @field_validator("host", mode="before")
     @classmethod

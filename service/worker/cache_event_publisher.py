@@ -63,7 +63,8 @@ class CacheEventPublisher:
     def publish(self, events: Sequence[CacheEvent]) -> None:
         """Send a batch of events, unless it is empty."""
         if events:
-            self._outbox.send(self._encode((time.time(), events, 0)))
+            published_at = time.time()
+            self._outbox.send(self._encode((published_at, events, 0)))
 
     def close(self) -> None:
         """Close the addresses, once all batches are sent."""

@@ -70,6 +70,7 @@ class EngineLoop:
         self._clock = clock
         self._next_query_seconds = -math.inf  # earliest time of the next query while sequences run
         self._num_failures = 0
+        self._is_prepared = False  # for grammars
         self._max_num_running = engine.max_num_running  # last value sent to the API process
 
     def run_once(self) -> None:
@@ -95,6 +96,9 @@ class EngineLoop:
             self._beat()
             if (commands := self._receive(_BEAT_SECONDS)) is not None:
                 return commands
+            if not self._is_prepared:  # in an idle second, since it may take as long: streams and requests go first
+                self._engine.prepare_grammars()
+                self._is_prepared = True
 
     def _answer_query(self) -> None:
         """Compute the oldest attention query. The next query then waits while steps run for three times as long."""

@@ -207,7 +207,7 @@ class Worker:
             publisher = create(
                 settings.kv_events_endpoint,
                 replay_endpoint=settings.kv_events_replay_endpoint,
-                topic=settings.kv_events_topic,
+                topic=settings.kv_events_topic or "",
             )
         except ImportError:
             install = "--kv-events-endpoint needs pyzmq, which is not installed; run pip install 'kvasir[kv-events]'"
@@ -267,7 +267,6 @@ class Worker:
         threading.Thread(target=_carry, args=(outbox, self._channel), name="carrier", daemon=True).start()
         _send(self._channel, [ready])
         self.lifecycle.ready_epoch.value = ready.epoch
-        engine.prepare_grammars()
 
         def receive(timeout_seconds: float) -> list[Command] | None:
             if (message := self._channel.receive(timeout_seconds)) is None:

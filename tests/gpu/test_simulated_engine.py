@@ -3,7 +3,8 @@
 import dataclasses
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -190,8 +191,20 @@ def test_int8_matrices_give_the_tokens_of_pytorchs_products(device: SimulatedDev
     assert run.tokens == on_cpu(expected_model, submits)
 
 
-def test_adapters_give_the_tokens_of_the_cpu(device: SimulatedDevice) -> None:
+class InlineExecutor:
+    """Executor that runs a call in the thread of its submission, since the simulated device is known there only."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call(*arguments))
+        return future
+
+
+def test_adapters_give_the_tokens_of_the_cpu(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with LoRA adapters are not captured. Their tokens' rows are part of the step."""
+    monkeypatch.setattr("service.engine.execution.adapter_loader.ThreadPoolExecutor", InlineExecutor)
     submits = [
         msgspec.structs.replace(submit, adapter=["", "1", "2"][number % 3])
         for number, submit in enumerate(mixed(9, seed=7))

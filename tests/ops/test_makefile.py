@@ -86,7 +86,7 @@ def test_every_import_is_a_declared_dependency() -> None:
         for name in imports(ast.parse(path.read_text()))
     }
     foreign = imported - set(sys.stdlib_module_names) - {"model", "service", "loadtest"}
-    optional = {"matplotlib", "opentelemetry", "triton"}  # two extras; a part of PyTorch's builds for GPUs
+    optional = {"matplotlib", "opentelemetry", "zmq", "triton"}  # three extras; a part of PyTorch's builds for GPUs
     owners = {name: {canonical(owner) for owner in distributions[name]} for name in foreign - optional}
     assert [name for name, found in owners.items() if not found & declared] == []
 

@@ -153,17 +153,22 @@ class ModelRunner:
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
         """Run the model and sample. `decoded`: native kernels' result of a decode step, which replaces the run."""
-        ids_B: Tensor | list[int]
         if decoded is None:
             x_TE, logits_RV, sums_T = self._compute(inputs)
-            ids_B, sums_T = _copy_to_host(_sample(logits_RV, inputs, self._kernels), sums_T)()
-            non_finite = _non_finite(sums_T)
+            ids_B = _sample(logits_RV, inputs, self._kernels)
+            if not ids_B.is_cpu:
+                ids_B, sums_T = _copy_to_host(ids_B, sums_T)()
+            token_ids, non_finite = ids_B.tolist(), _non_finite(sums_T)
         else:
             likely, logits_RV = decoded
-            ids_B = likely if _is_plain_greedy(inputs) else _sample(logits_RV, inputs, self._kernels)
+            token_ids = likely if _is_plain_greedy(inputs) else _sample(logits_RV, inputs, self._kernels).tolist()
             x_TE = logits_RV  # unused: decode steps pool no hidden states
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
-        token_ids = _token_ids(ids_B, inputs)
+        token_ids = [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
+        if inputs.masks is not None:
+            for row, allowed_V in zip(inputs.masks.rows, inputs.masks.allowed.result(), strict=True):
+                if not allowed_V.any():
+                    token_ids[row] = None
         pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
         for chunk, row in inputs.pooled_rows:
             if not np.isfinite(pooled[chunk.uid]).all():
@@ -251,18 +256,6 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, kernels: KernelLibrary | Non
     return sample(
         logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels
     )
-
-
-def _token_ids(ids_B: Tensor | list[int], inputs: ModelInputs) -> Sequence[int | None]:
-    """Return the sampled token ids; None for rows whose rules or grammar allow no token."""
-    if isinstance(ids_B, list):
-        return ids_B
-    sampled = [None if token_id == NO_TOKEN else token_id for token_id in ids_B.tolist()]
-    if inputs.masks is not None:
-        for row, allowed_V in zip(inputs.masks.rows, inputs.masks.allowed.result(), strict=True):
-            if not allowed_V.any():
-                sampled[row] = None
-    return sampled
 
 
 def _sampled_logprobs(

@@ -66,6 +66,9 @@ class ScriptedEngine:
     def check_integrity(self) -> None:
         self.calls.append("check")
 
+    def prepare_grammars(self) -> None:
+        self.calls.append("prepare")
+
     def step(self, *, before: Callable[[list[tuple[str, int]]], None]) -> Result:
         if self.admitted:
             before(self.admitted)
