@@ -9,9 +9,7 @@ D head dimension, X queries, keys and values side by side, V vocabulary.
 
 import ctypes
 import operator
-import os
 import threading
-from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -52,7 +50,6 @@ from model.system.memory_pages import HugePages
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _MAX_ROW_SIZE = 65_536  # size of a row in a thread's scratch memory: MAX_WIDTH in layers.cpp
 _MAX_OVERREAD = 64  # numbers that the kernels read past the last layer's inputs: less than a panel of outputs
-_NICENESS = 10  # of the thread that moves matrices to large pages: it gets a tenth of a busy CPU
 
 
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -98,17 +95,13 @@ def to_native(model: "Transformer | NativeTransformer") -> "Transformer | Native
 
 
 def enlarge_pages(model: "Transformer | NativeTransformer") -> None:
-    """Move a native model's matrices to pages of 2 MiB, in a thread of low priority, while the model already serves."""
+    """Move a native model's matrices to pages of 2 MiB, in a thread, while the model already serves."""
     if not isinstance(model, NativeTransformer):
         return
 
-    def enlarge() -> None:
-        with suppress(OSError, AttributeError):  # no thread priorities on this system
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        model.huge_pages.enlarge()
-
-    # Not a daemon thread: at exit, Python ends such a thread in the middle of a call, which can abort the process.
-    threading.Thread(target=enlarge, name="large-pages").start()
+    # At normal priority: a low one would leave a busy server on small pages for half a minute. Not a daemon thread: at
+    # exit, Python ends such a thread in the middle of a call, which can abort the process.
+    threading.Thread(target=model.huge_pages.enlarge, name="large-pages").start()
 
 
 class Decoded(NamedTuple):
