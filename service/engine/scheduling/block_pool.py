@@ -94,7 +94,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def register(self, block: int, content: bytes) -> bool:
-        """Add a full KV block to the prefix cache. Return False if a block with the same hash is cached already."""
+        """Add a full KV block to the prefix cache. Return False if the block, or one with the same hash, is in it."""
         assert self._reference_counts[block] > 0, f"block {block} is registered with reference count 0"
         if content in self._block_of_hash or block in self._hash_of_block:
             return False

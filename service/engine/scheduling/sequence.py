@@ -56,7 +56,7 @@ class SequenceState:
         self.num_registered_blocks = 0  # first blocks that were added to the prefix cache
         self.num_scored_tokens = 0  # first prompt tokens whose next token has its logprob, for `prompt_logprobs`
         self._root_hash = root_hash(submit.cache_salt, submit.cache_namespace, submit.adapter)
-        # True if a request with the same tokens finds these blocks whatever its salt and adapter: routers may know.
+        # True if neither a salt nor an adapter limits which requests find these blocks. Only such blocks are published.
         self.has_public_prefix = not submit.cache_salt and not submit.adapter
         self._block_hashes: list[bytes] = []
         self.finish_reason: FinishReason | None = None
