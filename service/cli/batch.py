@@ -7,13 +7,15 @@ as its response is complete, so an interrupted batch loses only the requests tha
 import fcntl
 import json
 import re
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from rich.console import Console
@@ -69,29 +71,33 @@ def _answer(
         *(TimeElapsedColumn(), TimeRemainingColumn()),
     )
     pending: dict[Future[Reply], BatchLine] = {}
+    # SIGINT becomes an item, None: a KeyboardInterrupt inside `wait` or `submit` can leave a lock held for ever.
+    finished: SimpleQueue[Future[Reply] | None] = SimpleQueue()
 
-    def write_finished() -> None:
-        for future in [future for future in pending if future.done()]:
-            line = pending.pop(future)
-            output.write_reply(line, future.result())
+    def write_next() -> None:
+        future = finished.get()
+        if future is None:
+            raise KeyboardInterrupt
+        output.write_reply(pending.pop(future), future.result())
+        progress.update(task, completed=output.num_lines)
 
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("requests", total=num_lines, completed=output.num_lines)
         pool = ThreadPoolExecutor(concurrency, "kvasir-batch")
+        previous_handler = signal.signal(signal.SIGINT, lambda *_: finished.put(None))
         try:
             for line in lines:
                 if line.error is not None:
                     output.write_error(line)
-                else:
-                    pending[pool.submit(client.post, line.url, line.body, uuid.uuid4().hex)] = line
-                while len(pending) >= concurrency:
-                    wait(pending, return_when=FIRST_COMPLETED)
-                    write_finished()
                     progress.update(task, completed=output.num_lines)
+                else:
+                    future = pool.submit(client.post, line.url, line.body, uuid.uuid4().hex)
+                    pending[future] = line
+                    future.add_done_callback(finished.put)
+                while len(pending) >= concurrency:
+                    write_next()
             while pending:
-                wait(pending, return_when=FIRST_COMPLETED)
-                write_finished()
-                progress.update(task, completed=output.num_lines)
+                write_next()
         finally:
             client.cancel()
             pool.shutdown(cancel_futures=True)
@@ -100,6 +106,7 @@ def _answer(
                 if not future.cancelled() and future.exception() is None:
                     output.write_reply(line, future.result())
             progress.update(task, completed=output.num_lines)
+            signal.signal(signal.SIGINT, previous_handler)
 
 
 def read_batch(path: Path) -> Iterator[BatchLine]:

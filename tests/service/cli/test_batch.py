@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import psutil
@@ -250,6 +251,34 @@ def test_an_interrupted_batch_continues_without_loss_or_repetition(
     counts = Counter(body["prompt"] for _, body, _ in server.asked)
     assert max(counts.values()) <= 2
     assert sum(counts.values()) <= 30 + 4 + 1, "only running requests and the cut line are sent again"
+
+
+@pytest.mark.parametrize("step", range(1, 120, 8))
+def test_a_batch_ends_wherever_an_interrupt_finds_it(server: FakeServer, tmp_path: Path, step: int) -> None:
+    """SIGINT comes at a chosen line of Python code: a lock held by that line must not stop the end of the batch."""
+    asked, out = write(tmp_path / "in", *(request_line(f"{n}") for n in range(30))), tmp_path / "out"
+    server.open_after = 12
+    server.gate.clear()
+    num_steps = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> Any:
+        nonlocal num_steps
+        if not frame.f_code.co_filename.endswith(("cli/batch.py", "threading.py", "_base.py", "futures/thread.py")):
+            return None
+        num_steps += len(server.asked) > 4
+        if num_steps == step:
+            num_steps += 1
+            signal.raise_signal(signal.SIGINT)
+        return count
+
+    sys.settrace(count)
+    try:
+        assert run(server, asked, out, "--concurrency", "4") == 130
+    finally:
+        sys.settrace(None)
+    server.gate.set()
+    assert run(server, asked, out) == 0
+    assert sorted(int(line["custom_id"]) for line in read(out)) == list(range(30))
 
 
 def test_foreign_files_and_files_in_use_are_left_alone(
