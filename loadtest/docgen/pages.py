@@ -31,7 +31,18 @@ from loadtest.peers.engines import DEFAULTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"
-NAMES: Final = ("engine", "service", "frontend", "defaults", "models", "peers", "kernels", "latency", "scaling")
+NAMES: Final = (
+    "engine",
+    "service",
+    "frontend",
+    "defaults",
+    "default_gguf",
+    "models",
+    "peers",
+    "kernels",
+    "latency",
+    "scaling",
+)
 # Pictures of each page: the function that draws the picture, and the path of the result that it shows.
 PICTURES: Final[dict[str, dict[str, tuple[Callable[[Path, Any], None], str]]]] = {
     "performance": {
@@ -97,7 +108,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
     memory, starts = results["scaling"]["kv_memory"]["points"], results["scaling"]["starts"]["points"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
-    peer_facts = _peer_facts(results["models"], results["peers"], results["defaults"])
+    peer_facts = _peer_facts(results["models"], results["peers"], (results["defaults"], results["default_gguf"]))
     shares = [
         row["share_of_memory"]["median"]
         for row in results["kernels"]["rows"]
@@ -137,7 +148,9 @@ def performance_page(results: Mapping[str, Any]) -> str:
     return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
 
 
-def _peer_facts(models: Mapping[str, Any], peers: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+def _peer_facts(
+    models: Mapping[str, Any], peers: Mapping[str, Any], defaults: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     cells = sorted([*models["cells"], *peers["cells"]], key=lambda row: [row["shape"] != shape for shape in _LEADING])
     compared = [pairs for row in cells if (pairs := compared_pairs(row))]
     best = [min(pairs, key=lambda pair: pair["ratio"]["median"]) for pairs in compared]
@@ -151,8 +164,8 @@ def _peer_facts(models: Mapping[str, Any], peers: Mapping[str, Any], defaults: M
     return {
         "ttft": ttft,
         "peer_shapes": _named(models["shapes"] | peers["shapes"]),
-        "default_shapes": _named(defaults["shapes"]),
-        "default_pairs": [pair for row in defaults["cells"] for pair in compared_pairs(row)],
+        "default_shapes": _named({name: shape for part in defaults for name, shape in part["shapes"].items()}),
+        "default_pairs": [pair for part in defaults for row in part["cells"] for pair in compared_pairs(row)],
         "best_pairs": best,
         "slower_pairs": [pair for pair in every if pair["ratio"]["median"] < 1],
         "leading_pairs": [pair for pair in best if pair["shape"] in _LEADING],

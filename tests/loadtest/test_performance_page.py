@@ -152,7 +152,7 @@ DEFAULTS = FACTS | {
 # Other test files cover the sections of these results.
 OTHERS = {name: json.loads((pages.RESULTS / f"{name}.json").read_text()) for name in ("kernels", "latency", "scaling")}
 RESULTS: dict[str, Any] = {"engine": ENGINE, "service": SERVICE, "frontend": FRONTEND, "peers": PEERS} | OTHERS
-RESULTS["defaults"] = DEFAULTS
+RESULTS["defaults"] = RESULTS["default_gguf"] = DEFAULTS
 RESULTS["models"] = PEERS | {"cells": [], "shapes": {}}
 
 
