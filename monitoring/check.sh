@@ -3,7 +3,7 @@
 #
 #     monitoring/check.sh http://127.0.0.1:8000
 #
-# Sends the service five completions, scrapes it, and runs every query of the dashboard, the recording rules and the
+# Sends the service five completions, scrapes it, and runs every query of the dashboards, the recording rules and the
 # alerts. Exits with 1 if a query is invalid, if a query that should have data returns no samples, or if a critical
 # alert fires. Needs prometheus, promtool, curl and python3 (Debian: apt-get install prometheus curl python3).
 set -euo pipefail
@@ -76,18 +76,19 @@ done
 await has_samples 'model:llm_e2e_request_latency_seconds:quantile5m{quantile="0.99"} > 0' ||
     fail "the recorded latencies have no samples after five completions"
 
-# One query per line, with the dashboard's variables filled in: first `required` if the query must return samples, else
-# `optional`; then the expression.
+# One query per line, with the dashboards' variables filled in: first `required` if the query must return samples, else
+# `optional`, as for those with a comparison; then the expression.
 python3 - "$here" >"$scratch/queries" <<'PYTHON'
 import json, re, sys
 from pathlib import Path
 
 here = Path(sys.argv[1])
-dashboard = json.loads((here / "grafana/dashboards/kvasir.json").read_text())
-for panel in dashboard["panels"]:
+dashboards = [json.loads(path.read_text()) for path in (here / "grafana/dashboards").glob("*.json")]
+for panel in (panel for dashboard in dashboards for panel in dashboard["panels"]):
     for target in panel.get("targets", []):
-        expr = target["expr"].replace('model_name="$model_name"', 'model_name=~".+"')
-        print("required", expr.replace("$__rate_interval", "1m"))
+        expr = target["expr"].replace('model_name="$model_name"', 'model_name=~".+"').replace("$model_name", ".+")
+        kind = "optional" if re.search(" (>|==) ", expr) or "ALERTS" in expr else "required"
+        print(kind, expr.replace("$__rate_interval", "1m"))
 for name in re.findall(r"record: (\S+)", (here / "rules/recording.yml").read_text()):
     print("required", name)
 print("optional", "ALERTS")

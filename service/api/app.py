@@ -32,6 +32,7 @@ from service.http.request_io import json_response
 from service.ipc.channel import Channel
 from service.ipc.messages import Command, CommandBatch, WorkerReady, decode_events, encode_commands
 from service.ipc.shared_state import Lifecycle
+from service.metrics.processes import read_processes
 from service.metrics.recorder import EngineState, Metrics
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.preprocess.served_model import ServedModel
@@ -192,6 +193,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             running, waiting = (self.context.engine_client.adapter_names(has_started=each) for each in (True, False))
             scraped_at = time.time()
             self._metrics.observe_adapters(running=running, waiting=waiting, num_loaded=num_loaded, now=scraped_at)
+        self._metrics.observe_processes(await asyncio.to_thread(list, read_processes(lifecycle.main_pid)))
         body, content_type = await asyncio.to_thread(self._metrics.render)
         return Response(body, headers={"content-type": content_type})
 

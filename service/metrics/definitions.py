@@ -182,6 +182,10 @@ _FAMILIES = (
            ("by",), (("event_id",), ("key",))),
     Family("api_requests", _G, "requests", "Requests that the API process has admitted and not completed."),
     Family("api_tasks", _G, "tasks", "asyncio tasks of the API process, including the task of this scrape."),
+    Family("process_resident_memory_bytes", _G, "bytes",
+           "Resident memory of the processes with this name. Mapped weights count in each process that reads them.",
+           ("process",)),
+    Family("process_cpu_seconds", _C, "seconds", "CPU time of the processes with this name.", ("process",), ()),
     Family("build_info", _G, "1", "Versions of Kvasir, Python, torch and LitServe, as labels.",
            ("version", "python", "torch", "litserve"), ()),
 )

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import platform
 from bisect import bisect_left
+from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, TypeAlias
 
@@ -22,6 +23,7 @@ from prometheus_client.registry import Collector
 from service.ipc.messages import EngineIdle, Finish, FinishReason, StepStats, WorkerReady
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
 from service.metrics.definitions import EngineState as EngineState
+from service.metrics.processes import ProcessUsage
 
 _Instrument: TypeAlias = Counter | Gauge | Histogram
 # Counters of engine steps, by the field of `StepStats`.
@@ -85,6 +87,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(_Exposition(list(self._instruments.values())))
         self._num_restarts: dict[str, int] = {}
+        self._cpu_seconds: dict[int, float] = {}  # of each process at the last scrape, by pid
         for family in FAMILIES.values():
             if family.kind is Kind.HISTOGRAM:
                 self._histograms[family.name] = HistogramBuffer(self._metric(family.name))
@@ -221,6 +224,19 @@ class Metrics:
         """Set the gauges of the API process: its number of unfinished requests, and its number of asyncio tasks."""
         self._metric("api_requests").set(num_requests)
         self._metric("api_tasks").set(num_tasks)
+
+    def observe_processes(self, processes: Iterable[ProcessUsage]) -> None:
+        """Set the gauge of memory, and raise the counter of CPU time, of all processes with the same name."""
+        cpu_seconds, resident_bytes = {}, Counts[str]()
+        for process in processes:
+            resident_bytes[process.name] += process.resident_bytes
+            cpu_seconds[process.pid] = process.cpu_seconds
+            spent = process.cpu_seconds - self._cpu_seconds.get(process.pid, 0.0)
+            self._metric("process_cpu_seconds", process.name).inc(max(0.0, spent))
+        self._cpu_seconds = cpu_seconds
+        self._clear("process_resident_memory_bytes")  # processes that have ended
+        for name, num_bytes in resident_bytes.items():
+            self._metric("process_resident_memory_bytes", name).set(num_bytes)
 
     def observe_adapters(self, *, running: Iterable[str], waiting: Iterable[str], num_loaded: int, now: float) -> None:
         """Set the gauge of LoRA adapters to the time `now`. Labels: adapter names, and number of loaded adapters."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.ipc.messages import Finish, FinishReason, StepStats, WorkerReady
+from service.metrics.processes import ProcessUsage
 from service.metrics.recorder import EngineState, Metrics
 
 MODEL = "tales"
@@ -203,6 +204,14 @@ OBSERVATIONS = (
         name="api",
         make=lambda metrics: metrics.observe_api(num_requests=3, num_tasks=11),
         changes={"api_requests": 3, "api_tasks": 11},
+    ),
+    Observation(
+        name="processes",
+        make=lambda metrics: metrics.observe_processes([ProcessUsage(7, "kvasir-api", 4096, 1.5)]),
+        changes={
+            'process_resident_memory_bytes{process="kvasir-api"}': 4096,
+            'process_cpu_seconds_total{process="kvasir-api"}': 1.5,
+        },
     ),
     Observation(
         name="adapters",

@@ -1,4 +1,4 @@
-"""Parser for the PromQL expressions of rules and dashboard."""
+"""Parser for the PromQL expressions of rules and dashboards."""
 
 import itertools
 import json
@@ -11,7 +11,9 @@ import promql_parser
 from tests.ops.deployment import ROOT, read_yaml
 
 RULE_FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "monitoring" / "rules").glob("*.yml"))
-DASHBOARD: dict[str, Any] = json.loads((ROOT / "monitoring/grafana/dashboards/kvasir.json").read_text())
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "monitoring/grafana/dashboards").glob("*.json"))
+}
 
 MODEL_VARIABLE = "$model_name"
 
@@ -21,15 +23,15 @@ def rules() -> list[dict[str, Any]]:
     return [rule for path in RULE_FILES for group in read_yaml(path)["groups"] for rule in group["rules"]]
 
 
-def panels() -> list[dict[str, Any]]:
-    """Return the panels of the dashboard, without headings."""
-    return [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the panels of a dashboard, without headings."""
+    return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
 def questions() -> list[str]:
-    """Return the PromQL expressions of all rules and dashboard panels."""
-    asked = [rule["expr"] for rule in rules()]
-    return asked + [target["expr"] for panel in panels() for target in panel["targets"]]
+    """Return the PromQL expressions of all rules and of all panels of the dashboards."""
+    shown = [panel for dashboard in DASHBOARDS.values() for panel in panels(dashboard)]
+    return [rule["expr"] for rule in rules()] + [target["expr"] for panel in shown for target in panel["targets"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Matcher:
         """Return True if a label value satisfies the matcher."""
         if value is None:
             return False
-        if self.value == MODEL_VARIABLE:
+        if self.value.startswith(MODEL_VARIABLE):
             return True
         return bool(re.fullmatch(self.value, value)) if self.is_pattern else self.value == value
 
