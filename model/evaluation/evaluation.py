@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from model.evaluation.cloze import cloze_accuracy, cloze_questions
 from model.evaluation.likelihood import HeldOut, evaluate
 from model.evaluation.minimal_pairs import Pair, PairScore, accuracy, by_group, score_pairs
 from model.evaluation.prompts import TEMPERATURES, Diversity, Sample, Sampler
@@ -15,13 +16,16 @@ from model.tokenizer.interface import Tokenizer
 class Evaluation:
     """Metrics of a checkpoint. A metric that was not measured is empty.
 
-    held_out: scores of held-out texts, by name of the split. pairs: scores of minimal pairs. diversity: of completions,
-    by temperature. samples: completions of the sample prompts.
+    held_out: scores of held-out texts, by name of the split. cloze: number of questions and accuracy, by split. pairs:
+    scores of minimal pairs. diversity: of completions, by temperature. looping_share: see `Sampler`. samples:
+    completions of the sample prompts.
     """
 
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)
+    cloze: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     pairs: Sequence[PairScore] = ()
     diversity: Sequence[Diversity] = ()
+    looping_share: float | None = None
     samples: Sequence[Sample] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -29,8 +33,10 @@ class Evaluation:
         groups = {name: _pairs_facts(scores) for name, scores in by_group(self.pairs).items()}
         return {
             "held_out": {name: _held_out_facts(measured) for name, measured in self.held_out.items()},
+            "cloze": {name: {"questions": num, "accuracy": share} for name, (num, share) in self.cloze.items()},
             "pairs": {**_pairs_facts(self.pairs), "groups": groups} if self.pairs else None,
             "diversity": [asdict(diversity) for diversity in self.diversity],
+            "looping_share": self.looping_share,
             "samples": [asdict(sample) for sample in self.samples],
         }
 
@@ -58,12 +64,14 @@ def evaluate_checkpoint(
     pairs: Sequence[Pair] = (),
     sampler: Sampler | None = None,
     max_context_length: int | None = None,
+    has_cloze: bool = False,
     report: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
     """Measure a loaded checkpoint, and report a progress line before each measurement.
 
     splits: held-out texts by name of the split; an empty split is skipped. sampler: completes the sample prompts; None:
-    no samples and no diversity. max_context_length: see `evaluate`.
+    no samples and no diversity. max_context_length: see `evaluate`. has_cloze: ask for the last word of held-out texts,
+    and measure loops of greedy completions.
 
     Raises:
         ValueError: a sentence of a pair exceeds the model's context, or the tokenizer cannot encode a text.
@@ -73,16 +81,27 @@ def evaluate_checkpoint(
         if texts:
             report(f"measuring {len(texts):,} held-out documents of {name}")
             held_out[name] = evaluate(model, tokenizer, texts, max_context_length=max_context_length)
+    cloze = {}
+    for name, texts in splits.items() if has_cloze else ():
+        if questions := cloze_questions(texts):
+            report(f"asking for the last word of {len(questions):,} documents of {name}")
+            cloze[name] = len(questions), cloze_accuracy(model, tokenizer, questions)
     scores: list[PairScore] = []
     if pairs:
         report(f"measuring {len(pairs):,} minimal pairs")
         scores = score_pairs(model, tokenizer, pairs)
     diversity: list[Diversity] = []
     samples: list[Sample] = []
+    looping_share = None
     if sampler is not None:
         report("completing the sample prompts")
         samples = sampler.shown()
         for temperature in TEMPERATURES if sampler.draws else ():
             report(f"sampling completions at temperature {temperature}")
             diversity.append(sampler.diversity(temperature))
-    return Evaluation(held_out=held_out, pairs=scores, diversity=diversity, samples=samples)
+        if has_cloze:
+            report("completing the sample prompts greedily")
+            looping_share = sampler.looping_share()
+    return Evaluation(
+        held_out=held_out, cloze=cloze, pairs=scores, diversity=diversity, looping_share=looping_share, samples=samples
+    )

@@ -6,9 +6,11 @@ et al. 2020, arXiv 1912.00582) is the standard collection.
 
 import json
 import lzma
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 
 from model.evaluation.likelihood import Window, begin_of_text, score_windows
 from model.io.files import OneLineError
@@ -74,6 +76,31 @@ def _read_pair(path: Path, number: int, line: str) -> Pair:
             f"{path}, line {number}: the two sentences of the pair must differ, and neither may be empty"
         )
     return Pair(good=good, bad=bad, group=group)
+
+
+def shipped_pairs() -> list[Pair]:
+    """Return the minimal pairs of `kvasir eval --suite shipped`, made from the templates of phenomena.toml.
+
+    A phenomenon has `pairs_per_phenomenon` pairs, or fewer if its words have fewer combinations. The words are chosen
+    by a generator with a fixed seed, so the pairs never change.
+    """
+    table = tomllib.loads(Path(__file__).with_name("phenomena.toml").read_text(encoding="utf-8"))
+    words = {name: [_forms(word) for word in listed] for name, listed in table["words"].items()}
+    pairs = []
+    for phenomenon in table["phenomena"]:
+        random = Random(phenomenon["name"])
+        templates = phenomenon["good"], phenomenon["bad"]
+        made: dict[tuple[str, str], None] = {}  # an ordered set
+        for _ in range(20 * table["pairs_per_phenomenon"]):
+            chosen = {name: random.choice(forms) for name, forms in words.items()}
+            made[templates[0].format_map(chosen), templates[1].format_map(chosen)] = None
+        chosen_pairs = list(made)[: table["pairs_per_phenomenon"]]
+        pairs += [Pair(good=good, bad=bad, group=phenomenon["name"]) for good, bad in chosen_pairs]
+    return pairs
+
+
+def _forms(word: str) -> str | list[str]:
+    return word.split("|") if "|" in word else word
 
 
 def score_pairs(model: Transformer, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> list[PairScore]:

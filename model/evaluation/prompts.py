@@ -22,6 +22,8 @@ from model.tokenizer.interface import StreamDecoder, Tokenizer
 TEMPERATURES = (0.5, 0.8, 1.0)
 SHOWN_TEMPERATURE, SHOWN_TOP_P, SHOWN_TOKENS = 0.8, 0.95, 200
 COUNTED_TOKENS, DRAWS = 128, 4
+# Share of repeated 4-grams above which a completion counts as a loop.
+_LOOP = 0.5
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 
 
@@ -166,6 +168,15 @@ class Sampler:
         """Measure the diversity of completions of all prompts, sampled at this temperature without top_p and top_k."""
         seeds = [draw * len(PROMPTS) + i for draw in range(self.draws) for i in range(len(self._prompts))]
         return measure_diversity(temperature, self._completions(seeds, COUNTED_TOKENS, temperature, top_p=1.0))
+
+    def looping_share(self) -> float | None:
+        """Return the share of greedy completions in which over half of the word 4-grams are repeated.
+
+        Returns None if all completions are shorter than four words.
+        """
+        texts = self._completions([0] * len(self._prompts), COUNTED_TOKENS, temperature=0.0, top_p=1.0)
+        repeated = [share for text in texts if (share := repetition(words(text))) is not None]
+        return sum(share > _LOOP for share in repeated) / len(repeated) if repeated else None
 
     def _completions(self, seeds: Sequence[int], max_tokens: int, temperature: float, top_p: float) -> list[str]:
         """Return one completion for each seed. The prompts are used in order, after the last again the first."""

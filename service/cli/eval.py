@@ -18,7 +18,7 @@ from model.config import ModelConfig
 from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.harness import PAIRS_NAME, export_tasks
 from model.evaluation.likelihood import rolling_log_likelihoods
-from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs
+from model.evaluation.minimal_pairs import accuracy, by_group, read_pairs, shipped_pairs
 from model.evaluation.prompts import Sampler
 from model.gpu.quantization import Quantization
 from model.io.files import file_digest
@@ -43,15 +43,16 @@ _USUAL_CONTEXT = 2048
 
 def main(settings: EvalSettings) -> int:
     """Run `kvasir eval`: evaluate the checkpoint, print the results and write the requested files."""
-    if settings.config is None and not settings.texts and settings.pairs is None and not settings.samples:
-        raise SettingsError("nothing to measure: give --config, --texts or --pairs, or set --samples above 0")
+    has_suite = settings.suite == "shipped"
+    if not (settings.config or settings.texts or settings.pairs or settings.samples or has_suite):
+        raise SettingsError("nothing to measure: give --config, --texts, --pairs or --suite, or set --samples above 0")
     _find_quantization(settings)
     manifest = read_manifest(settings.checkpoint)
     check_quantize(settings.quantize, manifest)
     length = _context_length(settings, manifest.config)
     manifest = dataclasses.replace(manifest, config=manifest.config.for_context(length))
     splits = _read_splits(settings)
-    pairs = [] if settings.pairs is None else read_pairs(settings.pairs)
+    pairs = read_pairs(settings.pairs) if settings.pairs else shipped_pairs() if has_suite else []
     tokenizer = manifest.verify()
     if settings.export_tasks is not None:
         tasks = export_tasks(settings.export_tasks, splits, pairs)
@@ -67,7 +68,14 @@ def main(settings: EvalSettings) -> int:
     if settings.samples:
         sampler = Sampler(model, tokenizer, manifest.directory, complete_batch, draws=settings.samples)
     evaluation = evaluate_checkpoint(
-        model, tokenizer, splits=splits, pairs=pairs, sampler=sampler, max_context_length=length, report=_print_progress
+        model,
+        tokenizer,
+        splits=splits,
+        pairs=pairs,
+        sampler=sampler,
+        max_context_length=length,
+        has_cloze=has_suite,
+        report=_print_progress,
     )
     _print(manifest, evaluation, plain)
     # msgspec writes NaN and infinity, as from a model with damaged weights, as null.
@@ -180,6 +188,8 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
         rows.append((name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect))
     change = () if plain is None else ("change by quantization",)
     _print_table(title, ("held out", "documents", "tokens", "bits/byte", "nats/token", "top-1", *change), rows)
+    rows = [(name, f"{num:,}", f"{share:.2%}") for name, (num, share) in evaluation.cloze.items()]
+    _print_table(title, ("last word among five", "documents", "accuracy"), rows)
     if evaluation.pairs:
         groups = [(name, scores) for name, scores in by_group(evaluation.pairs).items() if name]
         rows = [
@@ -192,6 +202,8 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
         shares = ("–" if share is None else f"{share:.3f}" for share in (*measured.distinct, measured.repetition))
         rows.append((f"{measured.temperature}", f"{measured.num_samples:,}", *shares))
     _print_table(title, ("temperature", "samples", "distinct-1", "distinct-2", "distinct-3", "repetition"), rows)
+    if evaluation.looping_share is not None:
+        print(f"greedy completions that loop: {evaluation.looping_share:.1%}")
     for sample in evaluation.samples:
         gap = " →\n" if sample.kind == "chat" else ""
         print(f"\n[{sample.kind}] {sample.prompt}{gap}{sample.completion}")

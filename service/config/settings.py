@@ -440,6 +440,8 @@ class EvalSettings(CheckpointSettings):
     """texts to measure, .txt or .jsonl, either also .xz; may be repeated"""
     pairs: Path | None = option("evaluation", None, metavar="FILE")
     """minimal pairs: JSON lines of sentence_good, sentence_bad"""
+    suite: Literal["none", "shipped"] = option("evaluation", "none")
+    """shipped: also measure Kvasir's minimal pairs, the last word of each text among five, and greedy loops"""
     max_documents: int | None = option("evaluation", None, ge=1)
     """maximum documents to measure of each text, evenly spaced (default: all)"""
     max_context_length: AutoOrCount = option("evaluation", "auto")

@@ -2,13 +2,14 @@
 
 import json
 import lzma
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from model.config import ModelConfig
 from model.evaluation.likelihood import Window, begin_of_text, score_windows
-from model.evaluation.minimal_pairs import Pair, PairScore, accuracy, by_group, read_pairs, score_pairs
+from model.evaluation.minimal_pairs import Pair, PairScore, accuracy, by_group, read_pairs, score_pairs, shipped_pairs
 from model.io.files import OneLineError
 from tests.model.configs import ROTARY, build
 from tests.tiny_model import tiny_tokenizer
@@ -54,6 +55,20 @@ def test_an_error_names_the_line_that_is_not_a_pair(tmp_path: Path, text: str, s
     assert said in str(caught.value)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_shipped_pairs_differ_by_at_most_one_word_in_length() -> None:
+    pairs = shipped_pairs()
+    groups = Counter(pair.group for pair in pairs)
+    assert len(groups) >= 20
+    assert min(groups.values()) >= 6
+    assert len({(pair.good, pair.bad) for pair in pairs}) == len(pairs)
+    assert pairs == shipped_pairs()
+    for pair in pairs:
+        good, bad = pair.good.split(), pair.bad.split()
+        assert good != bad
+        assert abs(len(good) - len(bad)) <= 1
+        assert not set("{}|[]") & set(pair.good + pair.bad)
 
 
 def test_an_unreadable_file_of_pairs_gives_one_error_line(tmp_path: Path) -> None:

@@ -150,7 +150,26 @@ def test_evaluate_checkpoint_measures_every_metric(tmp_path: Path) -> None:
     assert facts["samples"][0]["kind"] == "story"
 
 
+def test_greedy_completions_that_repeat_themselves_are_loops(tmp_path: Path) -> None:
+    model, tokenizer = build(ModelConfig.from_dict(ROTARY)), chat_tokenizer()
+    texts = ["a b c d e f", "round and round and round and round and round", "short"]
+
+    def complete(model: Transformer, tokenizer: Tokenizer, *asked: Sequence[object]) -> list[list[int]]:
+        assert {params.temperature for params in asked[1] if isinstance(params, SamplingParams)} == {0.0}
+        return [list(text.encode()) for text in texts]
+
+    prompts = [Prompt(PromptKind.STORY, "once")] * len(texts)
+    assert Sampler(model, tokenizer, tmp_path, complete, prompts=prompts).looping_share() == 0.5
+
+
 def test_metrics_that_are_not_requested_are_not_measured() -> None:
     model, tokenizer = build(ModelConfig.from_dict(ROTARY)), tiny_tokenizer()
     assert evaluate_checkpoint(model, tokenizer, splits={}) == Evaluation(pairs=[], diversity=[], samples=[])
-    assert Evaluation().to_dict() == {"held_out": {}, "pairs": None, "diversity": [], "samples": []}
+    assert Evaluation().to_dict() == {
+        "held_out": {},
+        "cloze": {},
+        "pairs": None,
+        "diversity": [],
+        "looping_share": None,
+        "samples": [],
+    }
