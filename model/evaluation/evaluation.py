@@ -15,8 +15,8 @@ from model.tokenizer.interface import Tokenizer
 class Evaluation:
     """Metrics of a checkpoint. A metric that was not measured is empty.
 
-    held_out: scores of held-out texts, by name of the split. pairs: scores of minimal pairs. diversity: of completions,
-    by temperature. samples: completions of the sample prompts.
+    held_out: scores of held-out texts, by name of the split. pairs: scores of minimal pairs. diversity: diversity of
+    completions, by temperature. samples: completions of the sample prompts.
     """
 
     held_out: Mapping[str, HeldOut] = field(default_factory=dict)

@@ -33,7 +33,7 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainEncoding:
-    """Floats that are not quantized, in one stored tensor. kind: last part of its name, such as weight."""
+    """Floats that are not quantized, in one stored tensor. kind: last part of the tensor's name, such as weight."""
 
     kind: str
 
@@ -316,9 +316,9 @@ def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
 
 
 def _agreed_choice(reader: ConfigReader, names: tuple[str, ...], choices: Mapping[str, Any]) -> Any:
-    """Return the item of `choices` that the first key of `names` selects; the last key's, if that is the default.
+    """Return the item of `choices` that the keys `names` select. The first key wins, unless it selects the default.
 
-    The default is the first item; an absent key selects it. Raises CheckpointError for a value not in `choices`.
+    The default is the first item, which an absent key selects. Raises CheckpointError for a value not in `choices`.
     """
     found = [reader.choice(name, next(iter(choices)), choices) for name in names]
     return found[-1] if found[0] == next(iter(choices.values())) else found[0]

@@ -335,7 +335,7 @@ class NativeTransformer:
         return _PreparedDecode(inputs, arguments, rows, logits_BV[:, :num_ids], ids, held)
 
     def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int, adapters: AdapterRows | None) -> None:
-        """Set the kernels' arguments about a step's token rows. longest: length of the longest context in tokens."""
+        """Point the kernels to a step's token ids, positions, rotations and adapters. longest: longest context."""
         rows = self._rows
         rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.tokens, rows.positions = token_ids_T.data_ptr(), positions_T.data_ptr()

@@ -25,7 +25,7 @@ _MAX_REFERENCES = 100
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSchemas:
-    """Reader of the schemas of a tool's arguments.
+    """Reader of the JSON Schemas of a tool's arguments.
 
     format_name: name of the tool format that is to enforce the schemas, for errors about what it cannot enforce.
     tool: tool whose `parameters` are the root that each `$ref` refers to.
@@ -91,5 +91,5 @@ class ArgumentSchemas:
         return {**definitions, **schema}
 
     def error(self, fact: str, remedy: str) -> GrammarError:
-        """Return an error of one line: the format cannot enforce `fact`, and the remedy."""
+        """Return a one-line GrammarError: the tool format cannot enforce `fact`, and the remedy."""
         return GrammarError(f"{fact} cannot be enforced in the {self.format_name} format; {remedy}")

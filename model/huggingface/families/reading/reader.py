@@ -163,7 +163,7 @@ class ConfigReader:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
     def check_all(self, values: Mapping[str, object], remedy: str) -> None:
-        """Read the keys of `values`. Reject a key with another value than in `values`; absent and null are allowed."""
+        """Read keys that must have the value given in `values`, be null or be absent. Reject any other value."""
         for name, wanted in values.items():
             if (found := self.value(name)) is not None and found != wanted:
                 self.reject(name, found, remedy)
@@ -183,16 +183,16 @@ class ConfigReader:
         return choices[value]
 
     def check_off(self, name: str, remedy: str) -> None:
-        """Read a key that must be false. Note a key that is true, for `check_unread` to reject."""
+        """Read a key that must be false. If it is true, `note` it, for `check_unread` to reject."""
         if self.flag(name, False):
             self.note(name, True, remedy)
 
     def note(self, name: str, value: object, remedy: str) -> None:
-        """Note a key that `check_unread` rejects together with all others. The rest of the config must be readable."""
+        """Record a key to reject. Reading goes on, and `check_unread` then rejects all such keys in one error."""
         self._noted.setdefault(remedy, []).append(f"{self._shown(name)}={_short(value)}")
 
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raise CheckpointError with the name and value of a key, and the remedy, and with the noted keys."""
+        """Raise CheckpointError with the name and value of a key, the remedy, and all keys noted so far."""
         self.note(name, value, remedy)
         self._reject_noted()
 
@@ -208,8 +208,7 @@ class ConfigReader:
         self.warnings.append(f"{self.path}: {self._shown(name)}={_short(value)}: {consequence}")
 
     def check_unread(self) -> None:
-        """Reject the noted keys, and those that the family has not read and that are unknown or need an unimplemented
-        feature, all in one error.
+        """Reject, in one error, the noted keys and all unread keys that are unknown or need an unimplemented feature.
 
         An unknown key without a value (null, false, 0 or empty) gives a warning: a feature that is off.
         """
