@@ -247,7 +247,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """Raise an `ApiError` if the server is draining or overloaded, or if the timeout header is invalid.
 
         Called before the request body is read. `Overloaded` is raised only if even a request for one token would be
-        rejected; a `timeout` in the body, which is not read, could have changed that.
+        rejected. A longer `timeout` in the unread body is not taken into account.
         """
         self.context.reject_when_draining()
         self.context.admission.reject_by_headers(read_queue_policy(Request(scope), None, self.context.settings))

@@ -142,7 +142,7 @@ class Engine:
         self._grammars.warm_up()
 
     def submit(self, submit: Submit) -> None:
-        """Accept a submission. It replaces an older attempt of its uid; beside an equal or newer attempt it is ignored.
+        """Accept a submission: replace an older attempt of its uid, but ignore it if an equal or newer one exists.
 
         An invalid submission raises no exception: an event of a later step reports its error.
         """

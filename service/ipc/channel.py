@@ -124,7 +124,7 @@ class _MessageReader:
         self._is_gathering = False
 
     def read(self) -> bytes | None:
-        """Read packets that are in the socket. Return the message that they complete; None if they complete none."""
+        """Read the packets in the socket. Return the message that they complete, None if no message is complete."""
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
                 num_bytes = self._source.recv_into(self._packet, 0, socket.MSG_DONTWAIT)

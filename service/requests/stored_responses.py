@@ -65,7 +65,7 @@ class StoredResponse:
             self._keep(self)
 
     def fail(self, error: Exception) -> None:
-        """Keep the response as failed with an error, unless it has ended, or `begin` was not called. Sends nothing."""
+        """Store the response as failed, unless it has ended or `begin` was not called. Nothing is sent to clients."""
         if self._snapshot is not None:
             self.end(self._snapshot(error=error if isinstance(error, ApiError) else ApiError("internal error")))
 

@@ -12,8 +12,8 @@ from service.engine.scheduling.cache_events import CacheEvent
 from service.ipc.shared_state import name_thread
 
 _NUM_KEPT = 10_000  # batches that a subscriber can ask for again
-_MAX_QUEUED = 100_000  # batches waiting for a slow subscriber, which loses further ones and can ask for them
-# Subscribers of a worker that has died connect to its successor every 0.1 s. What is sent before is lost to them.
+_MAX_QUEUED = 100_000  # batches waiting for a slow subscriber; it misses further batches, and can ask for them
+# Subscribers of a dead worker try to connect to its replacement every 0.1 s. They miss what is sent before.
 _CONNECT_SECONDS = 0.5
 _END = (-1).to_bytes(8, "big", signed=True)  # sequence number of the last reply
 
@@ -67,7 +67,7 @@ class CacheEventPublisher:
             self._outbox.send(self._encode((published_at, events, 0)))
 
     def close(self) -> None:
-        """Close the addresses, once all batches are sent."""
+        """Close the publisher's sockets, once all batches are sent."""
         self._outbox.send(b"")
         self._thread.join()
         self._outbox.close()

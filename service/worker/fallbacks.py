@@ -23,7 +23,7 @@ def find_fallbacks(
     device: str,
     missing_kernels: str,
 ) -> tuple[str, ...]:
-    """Return a text for each faster path that is not available: its name and the reason. Settings are no reasons.
+    """Return name and reason of each faster path that is not available, except those that settings switch off.
 
     missing_kernels: reason why a CPU has no native kernels; empty if the kernels are loaded or not wanted.
     Raises `SettingsError` if there is a text and the setting `require_fast_path` is on.

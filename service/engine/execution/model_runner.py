@@ -261,7 +261,7 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, kernels: KernelLibrary | Non
 def _sampled_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
 ) -> list[TokenLogprob | None]:
-    """Return the logprob of each sampled token; None if its request asks for no logprobs, or no token was sampled."""
+    """Return each row's logprob of the sampled token; None without a token, or if its request wants no logprobs."""
     asked = {row: token_ids[row] for row, param in enumerate(params) if param.logprobs is not None}
     entries: list[TokenLogprob | None] = [None] * len(params)
     known = {row: token_id for row, token_id in asked.items() if token_id is not None}
