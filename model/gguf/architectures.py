@@ -206,7 +206,7 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
 
 
 def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> dict[str, Any]:
-    """Return the values of a config.json that describes a file's model. Unknown metadata keeps GGUF's keys."""
+    """Return the config.json values that describe a GGUF file's model. Unknown metadata keeps its GGUF key."""
     found = _own_metadata(file, f"{name}.")
     values = dict(architecture.values)
     for old, key in architecture.keys.items():

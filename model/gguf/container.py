@@ -169,7 +169,7 @@ class _Reader:
         raise CheckpointError(f"{self._path}: {problem}")
 
     def _skip(self, count: int) -> int:
-        """Move the position forward by a number of bytes; return the old position.
+        """Move the reading position forward by a number of bytes; return the old position.
 
         Raises CheckpointError at the end of the file, and beyond the maximum size of a header.
         """
@@ -210,7 +210,7 @@ class _Reader:
         return self._number(_NUMBERS[kind])
 
     def _array(self, key: str) -> ArraySpan:
-        """Move past an array of numbers or strings; return its type, number of items and range of bytes."""
+        """Read past a metadata array of numbers or strings; return its type, number of items and range of bytes."""
         kind, count = int(self._number("<I")), int(self._number("<Q"))
         begin = self._position
         if kind in _NUMBERS:

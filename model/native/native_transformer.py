@@ -347,7 +347,7 @@ class NativeTransformer:
             rows.additions = adapters.additions_TF.data_ptr()
 
     def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
-        """Set, and return, a step's attention arguments for the kernel that computes all layers.
+        """Set and return the attention arguments of a step, for the kernel that computes all layers.
 
         Returns None if some layer's attention is not computed by the native kernel.
         """
@@ -533,8 +533,9 @@ class NativeTransformer:
     def _embedding_rows(self, model: Transformer) -> Rows:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
 
-        Returns `Rows` with pointers to the embedding. The pointers are null if the first layer's input is not a plain
-        row of the embedding (scaled, normed, or with positions), or if an unpacked embedding is not contiguous.
+        Returns the kernels' `Rows` structure with pointers to the embedding. The pointers are null if the first layer's
+        input is not a plain row of the embedding (scaled, normed, or with positions), or if an unpacked embedding is
+        not contiguous.
         """
         embedding, rows = model.token_embedding, Rows()
         linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None

@@ -314,7 +314,7 @@ class Admission:
         return _Shortage(excess_seconds, wait_seconds) if excess_seconds > 0 else None
 
     def _advance(self, *, num_ended: int = 0, num_started: int = 0, num_started_tokens: int = 0) -> None:
-        """Add the interval since the last call to the rates, with the endings and the starts at its end."""
+        """Update the rates with the interval since the last call, and the endings and starts at its end."""
         now = self._clock()
         seconds, self._last_seconds = now - self._last_seconds, now
         if self.num_sequences >= _FULL * self._max_num_running:

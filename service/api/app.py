@@ -178,7 +178,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """Handle `GET /metrics`: update the gauges, and return all metrics. Rendering takes ms, so a thread does it."""
+        """Handle `GET /metrics`: update the gauges, and return all metrics. Rendered in a thread."""
         lifecycle = self.context.lifecycle
         if lifecycle.ready_epoch.value != lifecycle.epoch.value:
             self._metrics.forget_engine()

@@ -19,7 +19,7 @@ _END = (-1).to_bytes(8, "big", signed=True)  # sequence number of the last reply
 
 
 class CacheEventPublisher:
-    """Publishes batches of events to all subscribers, and repeats the last batches on request.
+    """Publisher of batches of events to all subscribers. Repeats the last batches on request.
 
     A published message has three frames: the topic; the batch's sequence number, 8 bytes, big-endian, from 0 on; and in
     MessagePack the array [time in seconds, events, 0].
@@ -61,7 +61,7 @@ class CacheEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Send a batch of events, unless it is empty."""
+        """Send a batch of events to all subscribers, unless it is empty."""
         if events:
             published_at = time.time()
             self._outbox.send(self._encode((published_at, events, 0)))

@@ -34,7 +34,7 @@ def find_fallbacks(
         else _on_cpu(settings, config, dtype, missing_kernels)
     )
     if found and settings.require_fast_path:
-        raise SettingsError(f"--require-fast-path: not available: {'; '.join(found)}; change this, or omit the flag")
+        raise SettingsError(f"--require-fast-path: missing: {'; '.join(found)}; provide these, or omit the flag")
     return found
 
 

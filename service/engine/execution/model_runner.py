@@ -42,7 +42,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class ModelRunner:
-    """Runs a transformer's forward passes over a paged KV-cache of `num_blocks` blocks and a scratch block for padding.
+    """Runner of a transformer's forward passes over a KV-cache of `num_blocks` blocks and a scratch block for padding.
 
     vocab_size: only token ids below `vocab_size` are sampled. Embedding matrices are often padded beyond the
         tokenizer's vocabulary, and the ids of the padding have no text.

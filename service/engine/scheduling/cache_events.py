@@ -42,7 +42,7 @@ CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class CacheLog:
-    """Record of the changes of a prefix cache since the last `take`."""
+    """Log of the changes of a prefix cache since the last `take`."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []

@@ -100,7 +100,7 @@ class ConfigReader:
         self.warnings: list[str] = []
 
     def value(self, name: str) -> Any:
-        """Return the value of a key, unchecked; None if the key is absent or null."""
+        """Return the value of a config key, unchecked; None if the key is absent or null."""
         self._read_keys.add(name)
         return self._unread.pop(name, None)
 
@@ -109,17 +109,20 @@ class ConfigReader:
         return any(self._unread.get(name) for name in names)
 
     def optional_count(self, name: str, default: int | None) -> int | None:
-        """Return the value of a key that must be a positive integer, 0 or null; None for 0 and null."""
+        """Return the value of a config key that must be a positive integer, 0 or null; None for 0 and null."""
         return None if self._unread.get(name, default) == 0 else self.optional_size(name, default)
 
     def size(self, name: str, default: int) -> int:
-        """Return the value of a key that must be a positive integer; null is rejected."""
+        """Return the value of a config key that must be a positive integer; null is rejected."""
         value = self._unread.pop(name, default)
         check_size(name, value)
         return int(value)
 
     def size_of(self, names: tuple[str, ...], default: int) -> int:
-        """Return the size that any of several keys sets, `default` if none. Raises CheckpointError if two differ."""
+        """Return the size that any of several config keys sets, else `default`.
+
+        Raises CheckpointError if two differ.
+        """
         found = [(name, self.size(name, default)) for name in names if name in self._unread]
         for name, size in found[1:]:
             if size != found[0][1]:
@@ -127,14 +130,14 @@ class ConfigReader:
         return found[0][1] if found else default
 
     def num_layers(self, name: str, default: int) -> int:
-        """Return the value of a key that must be a number of layers, at most MAX_LAYERS."""
+        """Return the value of a config key that must be a number of layers, at most MAX_LAYERS."""
         count = self.size(name, default)
         if count > MAX_LAYERS:
             self.reject(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
         return count
 
     def optional_size(self, name: str, default: int | None) -> int | None:
-        """Return the value of a key that must be a positive integer or null; None for null."""
+        """Return the value of a config key that must be a positive integer or null; None for null."""
         self._read_keys.add(name)
         value = self._unread.pop(name, default)
         if value is not None:
@@ -142,13 +145,13 @@ class ConfigReader:
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
-        """Return the value of a key that must be a positive number; null is rejected."""
+        """Return the value of a config key that must be a positive number; null is rejected."""
         value = self._unread.pop(name, default)
         check_number(name, value)
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
-        """Return the value of a key that must be a positive number or null; None for null."""
+        """Return the value of a config key that must be a positive number or null; None for null."""
         value = self._unread.pop(name, default)
         if value is not None:
             check_number(name, value)
@@ -169,14 +172,14 @@ class ConfigReader:
                 self.reject(name, found, remedy)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return the value of a key that must be true or false."""
+        """Return the value of a config key that must be true or false."""
         value = self._unread.pop(name, default)
         if not isinstance(value, bool):
             self.reject(name, value, "expected true or false; correct the config")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """Return the item of `choices` that the value of a key names, `default` if absent; reject any other name."""
+        """Return the item of `choices` that a config key's value names, `default` if absent; reject any other name."""
         value = self._unread.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
