@@ -89,7 +89,7 @@ class _Config:
     is_rank_stabilized: bool
 
     def has_target(self, module: str) -> bool:
-        """Return True if the adapter changes a module of the base model, as PEFT matches the module's full name."""
+        """Return True if the adapter changes a module of the base model. Full names are matched as PEFT does."""
         if self.excluded and self._matches(self.excluded, module):
             return False
         if self.layers is not None and not isinstance(self.targets, str):

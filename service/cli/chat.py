@@ -169,7 +169,7 @@ class ChatSession:
         print(f"{self._dim}{text}{self._plain}", file=sys.stderr, flush=True)
 
     def show_help(self, _: str) -> None:
-        """List the commands."""
+        """Print the list of chat commands."""
         for name, (usage, _function, text) in COMMANDS.items():
             self._note(f"{f'{name} {usage}':<18} {text}")
         self._note("A backslash at the end of a line continues the message. // begins a message with a slash.")

@@ -66,7 +66,10 @@ class LogprobWriter:
         return written
 
     def _begin(self, visible_token_ids: frozenset[int]) -> None:
-        """Begin a run of tokens, in which `visible_token_ids` add their names. No character spans two runs."""
+        """Begin a run of tokens.
+
+        The special tokens `visible_token_ids` add their names. No character spans two runs.
+        """
         self._num_characters += len(self._decoder.flush())
         self._visible_token_ids = visible_token_ids
         self._decoder = StreamDecoder(self._format.tokenizer, visible_token_ids)

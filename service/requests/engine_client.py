@@ -237,7 +237,7 @@ class EngineClient:
         self._release(again)
 
     def _release(self, uids: Iterable[str] = ()) -> None:
-        """Of the choices `uids` and the held choices, send to the worker those that the poison detector releases."""
+        """Hold the choices `uids`. Send to the worker the held choices that the poison detector releases."""
         if released := self._detector.release(uids):
             self.send([self._choices[uid][1].submit for uid in released])
 

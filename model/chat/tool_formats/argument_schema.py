@@ -49,21 +49,21 @@ class ArgumentSchemas:
                 yield str(name), schema.get("additionalProperties", True), True
 
     def read(self, schema: Mapping[str, Any], key: str, default: Any) -> Any:
-        """Return a keyword's value, `default` if absent. Raises GrammarError for another type than the default's."""
+        """Return a schema keyword's value, else `default`. Raises GrammarError unless it has the default's type."""
         value = schema.get(key, default)
         if not isinstance(value, type(default)):
             raise GrammarError(f"{key} has the wrong type {type(value).__name__}; see the JSON Schema specification")
         return value
 
     def check_keywords(self, schema: Mapping[str, Any], *known: str) -> None:
-        """Raise GrammarError for a keyword that constrains values and is not in `known`; never for a lenient tool."""
+        """Raise GrammarError for a keyword that constrains values and is not in `known`, unless the tool is lenient."""
         if self.tool.lenient:
             return
         if found := next((key for key in schema if key not in known and key not in _ANNOTATIONS), None):
             raise self.error(f"the keyword {found!r} here", "remove the keyword")
 
     def resolve(self, schema: Any) -> Any:
-        """Return a schema with the `$ref` at its top replaced by the schema that it refers to.
+        """Return a JSON Schema with the `$ref` at its top replaced by the schema that it refers to.
 
         Other keywords beside the `$ref` stay. Raises GrammarError for a reference to no schema, or to itself.
         """

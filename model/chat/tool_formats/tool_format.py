@@ -120,7 +120,7 @@ class ToolFormat(ABC):
         """
 
     def calls(self, tools: Sequence[ToolSchema], document: LarkDocument, *, is_parallel: bool) -> str:
-        """Return the Lark expression of all text after the opening: one call, or with `is_parallel` one or more."""
+        """Return the Lark expression of the text after `opening`: one call, or with `is_parallel` one or more."""
         call = document.rule(" | ".join(self.call(tool, document) for tool in tools))
         more = f"({document.literal(self.separator)} {call})*" if is_parallel else ""
         return f"{call} {more} {document.literal(self.closing)}"

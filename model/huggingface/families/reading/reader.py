@@ -105,7 +105,7 @@ class ConfigReader:
         return self._unread.pop(name, None)
 
     def has_any(self, *names: str) -> bool:
-        """Return True if one of the keys is not read yet and has a value other than null, false, 0 and empty."""
+        """Return True if any of these config keys is unread, with a value other than null, false, 0 and empty."""
         return any(self._unread.get(name) for name in names)
 
     def optional_count(self, name: str, default: int | None) -> int | None:
@@ -158,7 +158,7 @@ class ConfigReader:
         return None if value is None else float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
-        """Reject the key `name`, which the family ignores, unless it is absent, null or equal to `value`.
+        """Reject the config key `name`, which the family ignores, unless it is absent, null or equal to `value`.
 
         value: the value that the family uses instead. source: the key that sets this value.
         """
@@ -166,7 +166,7 @@ class ConfigReader:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
     def check_all(self, values: Mapping[str, object], remedy: str) -> None:
-        """Read keys that must have the value given in `values`, be null or be absent. Reject any other value."""
+        """Read config keys that must have the value in `values`, be null or be absent. Reject any other value."""
         for name, wanted in values.items():
             if (found := self.value(name)) is not None and found != wanted:
                 self.reject(name, found, remedy)
@@ -186,16 +186,16 @@ class ConfigReader:
         return choices[value]
 
     def check_off(self, name: str, remedy: str) -> None:
-        """Read a key that must be false. If it is true, `note` it, for `check_unread` to reject."""
+        """Read a config key that must be false. If it is true, `note` it, for `check_unread` to reject."""
         if self.flag(name, False):
             self.note(name, True, remedy)
 
     def note(self, name: str, value: object, remedy: str) -> None:
-        """Record a key to reject. Reading goes on, and `check_unread` then rejects all such keys in one error."""
+        """Record a config key to reject. Reading goes on, and `check_unread` rejects all such keys in one error."""
         self._noted.setdefault(remedy, []).append(f"{self._shown(name)}={_short(value)}")
 
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raise CheckpointError with the name and value of a key, the remedy, and all keys noted so far."""
+        """Raise CheckpointError with the name and value of a config key, the remedy, and all keys noted so far."""
         self.note(name, value, remedy)
         self._reject_noted()
 
@@ -207,7 +207,7 @@ class ConfigReader:
         return self._prefix + (name if name.isprintable() and len(name) < 80 else _short(name))
 
     def warn(self, name: str, value: object, consequence: str) -> None:
-        """Add a warning about a key, with its value and the consequence, to `warnings`."""
+        """Add a warning about a config key, with its value and the consequence, to `warnings`."""
         self.warnings.append(f"{self.path}: {self._shown(name)}={_short(value)}: {consequence}")
 
     def check_unread(self) -> None:
