@@ -126,7 +126,10 @@ class MessagesBuilder(ChatBuilder):
         return [Part(PartKind.TEXT, "")] if is_empty else parts
 
     def _opened(self, choice: Choice, part: Part) -> list[MessageEvent]:
-        """If a part begins a block, end the open block and open the new one. Return the events of both; else []."""
+        """If a part begins a block of the message, end the open block and open the new one.
+
+        Return their events; else [].
+        """
         last = self._closed() if self._begins(part) else []
         if (block := self._begun(choice, part)) is None:
             return []

@@ -26,7 +26,7 @@ def find_fallbacks(
     """Return name and reason of each faster path that is not available, except those that settings switch off.
 
     missing_kernels: reason why a CPU has no native kernels; empty if the kernels are loaded or not wanted.
-    Raises `SettingsError` if there is a text and the setting `require_fast_path` is on.
+    Raises `SettingsError` if a faster path is not available, and the setting `require_fast_path` is on.
     """
     found = tuple(
         _on_gpu(settings, attending, quantization)
