@@ -63,8 +63,8 @@ class ModelConfig:
     unrotated_layers: layers without positions, in a model with rotary positions (SmolLM3).
     global_head_dim: dimension of a head in `global_layers` (Gemma 4); None: head_dim.
     value_norm: values are normed per head, by an RMS norm without weight (Gemma 4).
-    num_kv_shared_layers: number of last layers that compute queries only, and read the keys and values of
-        the last layer before them of their kind, with or without a window (Gemma 4); None: no layer does.
+    num_kv_shared_layers: number of layers at the end that compute only queries. They read the keys and values of the
+        last earlier layer of the same kind, with or without a window (Gemma 4); None: no layer does.
     kv_shared_mlp_size: MLP size of these layers; None: mlp_size.
     layer_input_size: size of the vector that each layer gets for each token, from a second embedding (Gemma 4).
     has_layer_scalar: the output of each layer is multiplied by a stored number (Gemma 4).
@@ -370,7 +370,7 @@ class ModelConfig:
 
     @property
     def _kv_sources(self) -> dict[bool, int]:
-        """Return the layers whose keys and values last layers without a window (key True) and with one (False) read."""
+        """Return the layers whose keys and values later layers read: without a window (True), with one (False)."""
         first = self.num_layers - (self.num_kv_shared_layers or 0)
         return _last_layers(first, self.global_layers, self.sliding_window is not None)
 
@@ -393,7 +393,7 @@ class ModelConfig:
         return dataclasses.replace(self, max_context_length=length)
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
-        """Return the bytes of KV-cache per token of context: keys and values of all layers that do not read another's.
+        """Return the KV-cache bytes per token: keys and values of all layers that have keys and values of their own.
 
         One byte per value means int8: each key and each value has a float32 scale, which is counted too.
         """
@@ -401,7 +401,7 @@ class ModelConfig:
         return sum(self.kv_bytes_of(layer, bytes_per_value) for layer in owners)
 
     def kv_bytes_of(self, layer: int, bytes_per_value: int) -> int:
-        """Return the bytes per token of the keys and values that a layer reads, also if an earlier layer's are read."""
+        """Return the bytes per token of the keys and values that a layer reads: its own, or an earlier layer's."""
         scale_bytes = 2 * 4 if bytes_per_value == 1 else 0
         num_vectors = 1 if self.attention is AttentionKind.AVERAGE else 2
         return self.num_kv_heads * (num_vectors * self.head_dim_of(layer) * bytes_per_value + scale_bytes)
@@ -494,7 +494,7 @@ class ModelConfig:
 
 @functools.lru_cache
 def _last_layers(end: int, global_layers: tuple[int, ...], has_windows: bool) -> dict[bool, int]:
-    """Return the last layer below `end` without a window (key True), and with one (False). A key may be absent."""
+    """Return the last layer before `end` without a window (key True), and with one (False). A key may be absent."""
     without_window = set(global_layers)
     return {not has_windows or layer in without_window: layer for layer in range(end)}
 

@@ -82,13 +82,14 @@ class RopeScalingKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Scaling of rotary frequencies. Raises ValueError for a missing or invalid field, or a field that `kind` lacks.
+    """Scaling of rotary frequencies. Raises ValueError for a field that is missing, invalid or not used by `kind`.
 
-    attention_factor: factor of cosines and sines, of kinds yarn and longrope; None: see `rotation_factor`.
+    attention_factor: in kinds yarn and longrope, factor of cosines and sines; None: computed by `rotation_factor`.
     beta_fast, beta_slow: in kind yarn, a frequency with more turns than beta_fast in the original context is kept, and
         one with fewer than beta_slow is divided.
-    short_divisors, long_divisors: divisor of each frequency, for contexts up to `original_context_length` and beyond.
-    rotated_fraction: share of the frequencies, the highest, that are not set to 0, of kind proportional.
+    short_divisors, long_divisors: in kind longrope, divisor of each frequency: for contexts up to
+        `original_context_length`, and for longer contexts.
+    rotated_fraction: in kind proportional, share of the frequencies that are used: the highest; the others are 0.
     """
 
     kind: RopeScalingKind

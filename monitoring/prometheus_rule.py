@@ -16,7 +16,7 @@ _COMMAND = "python -m monitoring.prometheus_rule"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes no anchors."""
+    """YAML dumper that writes no anchors."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

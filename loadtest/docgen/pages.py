@@ -60,10 +60,10 @@ _PLACEHOLDER = re.compile(
 )
 _MEASURED = re.compile(r"(<!-- measured: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
-_STREAMS = (16, 64)  # numbers of streams with an aim
+_STREAMS = (16, 64)  # numbers of streams with a target
 _TTFT_RATIO = 0.5  # wanted TTFT p99 of Kvasir relative to another server's
-_LARGE_BYTES = 9e8  # checkpoints from this size have an aim for their start
-_BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 512  # smallest decode step with an aim for its bandwidth
+_LARGE_BYTES = 9e8  # checkpoints from this size have a target for their start-up time
+_BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 512  # smallest decode step with a target for its bandwidth
 # Wanted speed of Kvasir relative to the best peer, by number of streams. The precisions are those of decoding.
 _AIMS: Final = {
     "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
@@ -222,11 +222,11 @@ def losses(row: Mapping[str, Any]) -> list[float]:
 
 
 def differences(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return, by attention mechanism, its held-out loss minus that of the mechanism it is compared with, and the error.
+    """Return each attention mechanism's held-out loss minus its baseline's, and the error of this difference.
 
     Runs of one seed read the same texts in the same order, so losses are subtracted seed by seed, then averaged. The
-    error is twice the standard error of this mean. A few seeds are too few to estimate it for one mechanism, so all
-    mechanisms share one pooled deviation.
+    error is twice the standard error of this mean. One mechanism has too few seeds to estimate a standard error, so all
+    mechanisms share a pooled deviation.
     """
     by_seed = {
         name: [own - other for own, other in zip(losses(row), losses(rows[row["compared_with"]]), strict=True)]

@@ -13,7 +13,7 @@ from loadtest.measurement.benchmark_program import digest
 from loadtest.measurement.figures import pooled_deviation
 from loadtest.peers.bench_peers import is_sound
 
-_MAX_ITL_RATIO = 2.0  # aim: the streams' ITL p99 while a prompt arrives, relative to the ITL before
+_MAX_ITL_RATIO = 2.0  # target for the streams' ITL p99 while a prompt arrives, relative to the ITL before
 _FROM_STEP = 150  # before this training step, all loss curves fall steeply and alike
 
 

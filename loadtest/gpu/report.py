@@ -18,7 +18,7 @@ _MAX_LOG = 20_000  # characters of the log of a part that did not pass
 
 
 def read_results(folder: Path) -> dict[str, Any]:
-    """Return the results of every part by name. Incomplete JSON or XML of a part is left out."""
+    """Return the results of the suite's parts by name. Incomplete JSON or XML of a part is left out."""
     parts = {}
     for line in (folder / "summary.txt").read_text().splitlines():
         if (found := _PART.fullmatch(line)) is None:
@@ -52,7 +52,7 @@ def _tests(path: Path) -> dict[str, Any]:
 
 
 def write_page(results: dict[str, Any]) -> str:
-    """Return the page: the state of every part, and the tables of the benchmarks with their share of the roofline."""
+    """Return page.md: the state of the suite's parts, and the benchmarks' tables with their share of the roofline."""
     lines = ["# GPU suite", "", "| part | state | seconds | tests | failed tests |", "|---|---|---:|---:|---|"]
     for name, part in results["parts"].items():
         failed = ", ".join(f"`{each}`" for each in part.get("failed", []))

@@ -1,4 +1,4 @@
-"""Paper model of decode steps on a GPU: bytes, kernels and microseconds by formula. Nothing in it was measured.
+"""Analytic model of decode steps on a GPU: bytes, kernels and microseconds by formula, not measured.
 
     device time = bytes / (95 % of the card's bandwidth) + kernels * (gap + ramp)
     host time   = kernels * launch    without a CUDA graph; the device waits if it is longer than the device time
@@ -43,17 +43,17 @@ class Step:
 
     @property
     def bound_us(self) -> float:
-        """Time of reading all bytes at the card's bandwidth."""
+        """Lower bound of the step's time: all bytes are read at the card's full bandwidth."""
         return 1e6 * self.num_bytes / self.bytes_per_second
 
     @property
     def device_us(self) -> float:
-        """Time of the device if the host is faster."""
+        """Time of the device for the step, if it never waits for the host."""
         return self.bound_us / _SHARE + self.num_kernels * (_GAP_US + _RAMP_US)
 
     @property
     def host_us(self) -> float:
-        """Time of the host to launch each kernel by itself."""
+        """Time of the host to launch all kernels one by one, without a CUDA graph."""
         return self.num_kernels * _LAUNCH_US
 
     @property

@@ -37,7 +37,7 @@ def suite_files() -> list[Path]:
 
 
 def imported_packages(files: Sequence[Path]) -> set[str]:
-    """Return the top-level names of all packages that files import, with the project's modules that these import.
+    """Return the top-level names of the packages that files import, also through modules of the project.
 
     Imports inside functions count only for modules of the project and for the given files.
     """
@@ -57,7 +57,7 @@ def imported_packages(files: Sequence[Path]) -> set[str]:
 
 
 def _imports(tree: ast.AST, *, is_deferred: bool = False) -> Iterator[tuple[str, bool]]:
-    """Return the modules that a syntax tree imports, and whether by a function; without those for type checkers."""
+    """Yield each module that a syntax tree imports, and True if in a function; not imports for type checkers."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, is_deferred) for alias in node.names)
@@ -70,7 +70,7 @@ def _imports(tree: ast.AST, *, is_deferred: bool = False) -> Iterator[tuple[str,
 
 
 def _files_of(module: str) -> Iterator[Path]:
-    """Return the files that an import of a module of the project runs: the packages around it, and the module."""
+    """Yield the files that importing a project module runs: its packages' __init__.py, and the module itself."""
     path = _ROOT
     for part in module.split("."):
         path /= part

@@ -61,7 +61,7 @@ class Row:
         return load_train_config(RECIPES / f"{self.name}.toml")
 
     def changes(self) -> dict[str, Any]:
-        """Return the model settings of this mechanism's recipe that differ from recipe `compared_with`, JSON-ready."""
+        """Return the model settings, JSON-ready, in which this recipe differs from the recipe `compared_with`."""
         before = load_train_config(RECIPES / f"{self.compared_with}.toml").model.to_dict()
         return {key: value for key, value in self.recipe().model.to_dict().items() if value != before[key]}
 

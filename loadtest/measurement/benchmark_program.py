@@ -196,7 +196,7 @@ class ForeignWork:
 
     @staticmethod
     def _now() -> tuple[float, float, float]:
-        """Return clock time, CPU seconds of all cores, and those of this process and its children, ended or not."""
+        """Return clock time, CPU seconds of all cores, and CPU seconds of this process and all its children."""
         counts = [os.times()[:4]]
         for process in psutil.Process().children(recursive=True):
             try:

@@ -80,7 +80,7 @@ class WorkFormula:
     def _weight_bytes(self, num_rows: int) -> int:
         """Return the bytes of the weights that a step of `num_rows` tokens reads.
 
-        Of the experts, a step reads those that its tokens use, here the mean number for random choices.
+        A step reads only the experts that its tokens use. Their number is the mean for random choices.
         """
         read = 1 - (1 - self._expert_share) ** num_rows
         return round((self.num_multiplied + self._num_expert_weights * (read - self._expert_share)) * self._value_bytes)

@@ -173,7 +173,7 @@ class Comparison:
         return round(self._processors.probe().flops_per_second / 1e9, 1)
 
     def _start(self, cell: Cell, side: Peer) -> None:
-        """Start one engine unless it runs, and warm it up: the first run with a number of streams is slower."""
+        """Start an engine unless it runs, and warm it up, because the first run with a number of streams is slower."""
         key = (side.name, cell.kind == "http")
         if key not in self._running:
             if cell.kind == "http":

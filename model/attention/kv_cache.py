@@ -48,8 +48,8 @@ class KVCache:
     """Keys and values of up to `num_blocks * block_size` tokens in all layers of a model.
 
     Average attention (equal weights, no keys) stores values only: its keys have the dimension D = 0. A layer that reads
-    the keys and values of an earlier layer (`ModelConfig.kv_source`) has no memory of its own: its pools are those of
-    the earlier layer, which alone writes to them.
+    the keys and values of an earlier layer (`ModelConfig.kv_source`) has no memory of its own. Its pools are those of
+    the earlier layer, and only that layer writes to them.
 
     keys, values: pool of each layer, with the shape NPKD.
     key_scales, value_scales: scales of each layer, NPK; empty unless the cache is int8.

@@ -58,8 +58,8 @@ class DecodeView:
 
     Each sequence has S slots, from the start of the first block that its window reaches.
 
-    slots_BS: int64 slot numbers. A slot that the token does not see may hold NaN from another sequence, so the number
-        of the new token's own slot stands there instead.
+    slots_BS: int64 slot numbers. In place of a slot that the token does not see stands the new token's own slot,
+        because a hidden slot may hold NaN of another sequence.
     distances_B1S: int64, position of the new token - position of the slot; negative after the end of the context.
     mask_B1S: float32 mask to add to the scores: 0 for visible slots, -inf for hidden slots.
     """
@@ -71,10 +71,10 @@ class DecodeView:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedView:
-    """Layout of an engine step that computes C prompt chunks (several tokens of a sequence), and maybe decodes.
+    """Layout of an engine step with C prompt chunks (several tokens of one sequence) and possibly decodes.
 
-    decodes: indices in the packed batch of the tokens of the B sequences that compute one token, the tokens' positions,
-        and the sequences' block tables (BN); None without such sequences.
+    decodes: tensors of the B sequences that compute one token: index of the token in the packed batch, its position,
+        and block tables (BN). None without such sequences.
     tokens_X: indices in the packed batch of the chunks' tokens.
     slots_S: cache slots of the chunks' contexts, one context after the other.
     query_lengths: number of tokens of each chunk.
@@ -141,7 +141,7 @@ class AttentionMetadata:
 
     @functools.cached_property
     def kernel_arguments(self) -> dict[object, Any]:
-        """Return the dictionary in which backends keep values that they compute once per step for all layers."""
+        """Return the cache of this step, in which backends keep values that are the same for all layers."""
         return {}
 
     def decode_view(self, window: int | None, block_size: int) -> DecodeView:
@@ -233,7 +233,7 @@ class AttentionMetadata:
         return self.to_device(device, [])[0]
 
     def to_device(self, device: torch.device, others: list[Tensor]) -> tuple[Self, list[Tensor]]:
-        """Return the metadata, as by `to`, and other tensors of the host on `device`: one asynchronous copy for all."""
+        """Return the metadata and other tensors of the host on `device`, by one asynchronous copy for all."""
         if self.positions_T.device == device:
             return self, others
         names = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")

@@ -34,7 +34,7 @@ _TILE, _TASK_ROWS = 128, 96
 
 
 class AttentionStep(NamedTuple):
-    """Arguments of the native attention kernel that all layers of a step share. held: owners of `batch`'s memory."""
+    """Native attention arguments that all layers of a step share. held: objects that own the memory behind `batch`."""
 
     batch: AttentionBatch
     held: tuple[object, ...]

@@ -100,7 +100,7 @@ class SelectedKernels:
 
 
 def fits(config: ModelConfig) -> bool:
-    """Return whether paged kernels support a model: not average attention (no keys), score biases or a score cap."""
+    """Return True if paged kernels support a model: one without average attention, score biases and score cap."""
     return config.key_dim > 0 and config.position not in SCORE_BIASES and config.score_soft_cap is None
 
 

@@ -110,7 +110,7 @@ SCORE_BIASES: dict[PositionKind, type[RelativeBias] | type[AlibiBias] | type[Dis
 
 
 def relative_positions(config: ModelConfig) -> nn.Embedding | None:
-    """Make the table of parameters that all layers' position biases share; None if they are not T5's or DeBERTa's."""
+    """Return the trained table that all layers' position biases share; None unless they are T5's or DeBERTa's."""
     match config.position:
         case PositionKind.RELATIVE_BIAS:
             assert config.num_relative_buckets is not None

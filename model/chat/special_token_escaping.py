@@ -39,7 +39,7 @@ class SpecialTokenEscaper:
     def escape(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], str | None]:
         """Return a client's messages with a breaker character in every special token, and the breaker (None if unused).
 
-        A breaker also follows the beginning of a special token at the end of a text.
+        A breaker also follows a text that ends with the beginning of a special token, which the next text may complete.
 
         Raises:
             ForbiddenText: a text contains a special token of one character, or special tokens and every breaker. Or

@@ -54,7 +54,7 @@ def put_tools_in_message(
 
 
 def write_calls(calls: Iterable[Mapping[str, Any]], form: ToolFormat) -> str:
-    """Return the text of a message's tool calls in a format, with the opening and closing."""
+    """Return a message's tool calls as text in a tool format, including its `opening` and `closing`."""
     texts = [form.write_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
     return form.opening + form.separator.join(texts) + form.closing
 

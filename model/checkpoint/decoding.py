@@ -74,7 +74,7 @@ def _stored_rows(place: Placement, config: ModelConfig) -> Tensor | None:
 
 
 def _join(parts: Sequence[GroupedWeight | Tensor]) -> GroupedWeight | Tensor:
-    """Return matrices concatenated along their outputs: dense if one of them is dense, else in groups."""
+    """Return matrices concatenated along their outputs: dense if any matrix is dense, else quantized in groups."""
     grouped = [part for part in parts if isinstance(part, GroupedWeight)]
     if len(parts) == 1:
         return parts[0]

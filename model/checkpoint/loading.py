@@ -41,9 +41,9 @@ def load_model(
     """Load a checkpoint's model onto a device, ready for inference. Raises CheckpointError.
 
     Args:
-        packed_next: ends of the names of matrices that the caller converts to another format before any other use:
-            `MATRICES`, or also `EMBEDDING`. Until then they stay mapped from their files, if `map_parts` allows it.
-            If there are any, so do the quantized matrices of a GGUF file.
+        packed_next: name endings of the matrices that the caller packs before any other use: `MATRICES`, perhaps with
+            `EMBEDDING`. Until packed, such a matrix stays mapped from its file, if `map_parts` allows it. If there are
+            any endings, quantized matrices of a GGUF file stay mapped too.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
@@ -77,7 +77,7 @@ def _is_decoded(place: Placement, device: torch.device | str) -> bool:
     """Return True if `decode` reads a model tensor, False if `read_weights` reads it as floats.
 
     Quantized matrices of a GGUF file are read as floats on a GPU, and if another part of the model tensor (q, k, v) is
-    not quantized. `decode` gives parts of different block types the bits of the widest part.
+    not quantized. If the parts have different block types, `decode` gives all of them the bits of the widest part.
     """
     encodings = {type(part.encoding) for part in place.encoded}
     if GgufEncoding in encodings:

@@ -89,7 +89,7 @@ class _Config:
     is_rank_stabilized: bool
 
     def has_target(self, module: str) -> bool:
-        """Return True if the adapter changes a module of the base model, as PEFT matches the module's full name."""
+        """Return True if the adapter changes a module of the base model. Full names are matched as PEFT does."""
         if self.excluded and self._matches(self.excluded, module):
             return False
         if self.layers is not None and not isinstance(self.targets, str):
@@ -277,9 +277,9 @@ def _short_names(
 
 
 def _matrices(manifest: Manifest) -> Iterator[tuple[str, Layout, dict[str, tuple[int, int]]]]:
-    """Yield each matrix of Kvasir's model that adapters can change: its module, its layout, and its parts.
+    """Yield module, layout and parts of each matrix of Kvasir's model that adapters can change.
 
-    The parts are modules of the checkpoint (q_proj) with their (outputs, inputs), from the matrix's first row on.
+    The parts are modules of the checkpoint (q_proj) with their (outputs, inputs), in the order of the matrix's rows.
     """
     for name, source in sources(manifest.config, manifest.family).items():
         module = name.removesuffix(".weight")
@@ -332,7 +332,7 @@ def _floats(header: TensorHeader, data: bytes) -> Array:
 
 
 def _join(parts: list[_Part], outputs: int, layout: Layout, manifest: Manifest, data: bytes) -> Addition:
-    """Return the addition to a matrix of Kvasir's model: its parts' A one below the other, B in a block diagonal.
+    """Return the addition to a matrix of Kvasir's model: A of all parts, stacked, and B as a block-diagonal matrix.
 
     outputs: number of rows of the matrix. layout: layout of the parts in the checkpoint. data: the weight file's bytes.
     """

@@ -114,7 +114,7 @@ class Manifest:
 
     @property
     def num_quantized(self) -> int:
-        """Return the number of single weights in matrices that stay quantized on a CPU; 0 if stored in fp8.
+        """Return the number of weights that stay quantized on a CPU: those of quantized matrices, except fp8.
 
         Raises CheckpointError.
         """
@@ -124,7 +124,7 @@ class Manifest:
 
     @property
     def created_seconds(self) -> int:
-        """Return when the checkpoint was last written, in seconds since 1970.
+        """Return the time at which the checkpoint was last written, in seconds since 1970.
 
         The time is that of manifest.json, of config.json in Hugging Face's format, or of the GGUF file.
         """
@@ -202,7 +202,7 @@ def read_manifest(directory: Path | str) -> Manifest:
     if quantization is not None and any(names.layout is Layout.TRANSPOSED for names in family.names.values()):
         raise CheckpointError(
             f"{directory / CONFIG_FILE}: quantized {family.model_type} models are not supported; "
-            "use the checkpoint before its quantization"
+            "use the unquantized checkpoint"
         )
     names, index = find_weight_files(directory)
     with reading(directory):

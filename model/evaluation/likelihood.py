@@ -138,8 +138,8 @@ def _score(model: Transformer, windows: Sequence[Window]) -> list[Score]:
 def rolling_windows(token_ids: Sequence[int], begin: int, max_inputs: int) -> list[Window]:
     """Cut a text into windows of at most `max_inputs` inputs, so that every id of the text is scored once.
 
-    The given ids are `begin` for the first window, the preceding id for each later window, and as many preceding ids as
-    fit for the last. lm-evaluation-harness has the same windows (`get_rolling_token_windows`, context_len 1).
+    The given ids are `begin` for the first window, the preceding id for each later window, and for the last window as
+    many preceding ids as fit. lm-evaluation-harness has the same windows (`get_rolling_token_windows`, context_len 1).
     """
     windows = []
     for start in range(0, len(token_ids), max_inputs):
@@ -198,8 +198,8 @@ def rolling_log_likelihoods(
 ) -> list[float]:
     """Return the log-likelihood of each text in nats, as lm-evaluation-harness computes `loglikelihood_rolling`.
 
-    Unlike `evaluate`, the harness does not predict the EOS token. With its model type `local-completions` it reserves
-    two of its `max_length` tokens: one for the completion that it requests, and one that it counts twice.
+    Unlike `evaluate`, the harness does not predict the EOS token. The harness's model type `local-completions` reserves
+    two of the `max_length` tokens: one for the requested completion, and one that the harness counts twice.
     """
     ids = [tokenizer.encode(text) for text in texts]
     scores = _score_texts(model, ids, begin_of_text(tokenizer), max_length - 2)

@@ -179,7 +179,7 @@ class Sampler:
         return sum(share > _LOOP for share in repeated) / len(repeated) if repeated else None
 
     def _completions(self, seeds: Sequence[int], max_tokens: int, temperature: float, top_p: float) -> list[str]:
-        """Return one completion for each seed. The prompts are used in order, after the last again the first."""
+        """Return one completion for each seed. The prompts are used in turn, again from the first after the last."""
         prompts = [self._prompts[number % len(self._prompts)][1] for number in range(len(seeds))]
         context = self._model.config.max_context_length
         params = [

@@ -95,7 +95,7 @@ class _Architecture:
     model_type: `model_type` of its family in config.json.
     keys: GGUF key -> config.json key; a file must have all of these GGUF keys.
     names: module of Kvasir's model -> names and layout of its GGUF tensors.
-    values: config.json values that no file of this architecture holds.
+    values: config.json values that are the same for all files of this architecture, and not stored in them.
     """
 
     model_type: str
@@ -206,7 +206,7 @@ def read_architecture(file: GgufFile) -> tuple[ModelFamily, ModelConfig]:
 
 
 def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> dict[str, Any]:
-    """Return the values of a config.json that describes a file's model. Unknown metadata keeps GGUF's keys."""
+    """Return the config.json values that describe a GGUF file's model. Unknown metadata keeps its GGUF key."""
     found = _own_metadata(file, f"{name}.")
     values = dict(architecture.values)
     for old, key in architecture.keys.items():
@@ -298,8 +298,8 @@ def _gemma4_values(file: GgufFile, found: dict[str, Any], values: dict[str, Any]
 def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
     """Return the metadata whose keys begin with `prefix`, without the prefix, unused keys, and keys with the value 0.
 
-    The array of layers with a window is left out. Any other array must repeat one value, and becomes this value; of
-    Gemma 4's sizes of MLPs it becomes the first. Raises CheckpointError for another array of different values.
+    The array of layers with a window is left out. Gemma 4's array of MLP sizes becomes its first size. Any other array
+    must repeat one value, and becomes this value; otherwise CheckpointError is raised.
     """
     found = {key.removeprefix(prefix): value for key, value in file.scalars.items() if key.startswith(prefix)}
     for key in file.arrays:

@@ -34,7 +34,7 @@ class Unpacked:
     offset_factor_B: Floats | None = None
 
     def multiplied(self) -> "Unpacked":
-        """Return the same numbers with scales and offsets that have no factors."""
+        """Return the same numbers, with the factors multiplied into the scales and offsets."""
         if self.factor_B is None:
             return self
         offset_BG = self.offset_BG

@@ -54,14 +54,14 @@ class GgufFile:
     tensors: Mapping[str, TensorHeader]
 
     def text(self, key: str) -> str | None:
-        """Return a metadata key's string; None if absent or an array. Raises CheckpointError for any other scalar."""
+        """Return a GGUF metadata key's string; None if absent or an array. Raises CheckpointError for other scalars."""
         value = self.scalars.get(key)
         if value is not None and not isinstance(value, str):
             raise CheckpointError(f"{self.path}: {key} must be a string, not {value!r}; convert the model again")
         return value
 
     def strings(self, key: str, indices: Container[int] | None = None) -> list[str]:
-        """Return a metadata key's array of strings, or its items at some indices; empty if absent.
+        """Return a GGUF metadata key's array of strings, or its items at some indices; empty if absent.
 
         Raises CheckpointError for any other value.
         """
@@ -81,7 +81,7 @@ class GgufFile:
             raise CheckpointError(f"{self.path}: {key} has an item that is not UTF-8; copy the file again") from error
 
     def numbers(self, key: str) -> list[float]:
-        """Return a metadata key's array of numbers; empty if absent. Raises CheckpointError for any other value."""
+        """Return a GGUF metadata key's array of numbers; empty if absent. Raises CheckpointError for other values."""
         if (span := self._span(key)) is None:
             return []
         if span.kind == _STRING:
@@ -169,7 +169,7 @@ class _Reader:
         raise CheckpointError(f"{self._path}: {problem}")
 
     def _skip(self, count: int) -> int:
-        """Move the position forward by a number of bytes; return the old position.
+        """Move the reading position forward by a number of bytes; return the old position.
 
         Raises CheckpointError at the end of the file, and beyond the maximum size of a header.
         """
@@ -210,7 +210,7 @@ class _Reader:
         return self._number(_NUMBERS[kind])
 
     def _array(self, key: str) -> ArraySpan:
-        """Move past an array of numbers or strings; return its type, number of items and range of bytes."""
+        """Read past a metadata array of numbers or strings; return its type, number of items and range of bytes."""
         kind, count = int(self._number("<I")), int(self._number("<Q"))
         begin = self._position
         if kind in _NUMBERS:

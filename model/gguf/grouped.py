@@ -1,7 +1,7 @@
 """Quantized matrices of a GGUF file as grouped weights.
 
-Numbers are unchanged, except those of Q6_K in one matrix with a type that is not a K type: its groups of 16 are rounded
-to 8 bits in groups of 32.
+Numbers are unchanged, with one exception: where a matrix joins Q6_K with a type that is not a K type, the groups of 16
+of Q6_K are rounded to 8 bits in groups of 32.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _TINY = 1e-30  # keeps a group of zeros from dividing by zero
 
 
 def read_grouped(headers: Sequence[TensorHeader]) -> GroupedWeight:
-    """Return quantized matrices of a GGUF file, one below the other, as one grouped weight, read in slices of rows.
+    """Return quantized matrices of a GGUF file, stacked, as one grouped weight. Reads slices of rows.
 
     Raises CheckpointError if the file is truncated, or a scale, an offset or a factor is not finite.
     """
@@ -59,7 +59,10 @@ def read_grouped(headers: Sequence[TensorHeader]) -> GroupedWeight:
 
 
 def map_grouped(headers: Sequence[TensorHeader]) -> StoredWeight:
-    """Return the weights of `read_grouped` as mapped files. Raises CheckpointError if the file is truncated."""
+    """Return the weights of `read_grouped`, mapped and not unpacked.
+
+    Raises CheckpointError if the file is truncated.
+    """
     files, addresses, types = [], [], []
     for header in headers:
         outputs, size = header.shape[0], header.end - header.begin
@@ -84,7 +87,7 @@ def map_grouped(headers: Sequence[TensorHeader]) -> StoredWeight:
 
 
 def _format(headers: Sequence[TensorHeader]) -> tuple[int, bool]:
-    """Return the bits of a code, and whether there are offsets, of a matrix with these parts."""
+    """Return the bits of a code of a matrix, and True if it has offsets. headers: the matrix's parts."""
     names = [header.dtype for header in headers]
     return joint_bits(names), any(TENSOR_TYPES[name].has_offset for name in names)
 
@@ -112,7 +115,7 @@ def _read_rows(header: TensorHeader, bits: int, arrays: Mapping[str, npt.NDArray
 
 
 def _convert(unpacked: Unpacked, bits: int) -> Unpacked:
-    """Return blocks with the codes and the groups of grouped weights of these bits."""
+    """Convert unpacked blocks to the codes and the group size of grouped weights with this number of bits."""
     groups = unpacked.scale_BG.shape[1]
     if bits == 6:  # the groups of all types become as small as those of Q6_K
         times = unpacked.codes_BW.shape[1] // groups // SMALL_GROUP_SIZE

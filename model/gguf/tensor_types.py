@@ -22,7 +22,7 @@ class TensorType:
 
     @property
     def served_bits(self) -> int:
-        """Bits of a code in a matrix of this type alone, as served."""
+        """Bits of a code in a served matrix whose parts all have this type."""
         return 4 if self.name.startswith("Q4") else 6 if self.name in ("Q5_K", "Q6_K") else 8
 
 
@@ -44,9 +44,9 @@ TYPE_IDS: Mapping[str, int] = {kind.name: number for number, kind in TYPES_BY_ID
 
 
 def joint_bits(names: Collection[str]) -> int:
-    """Return the bits of a code in a matrix whose parts have these types: the most of any type.
+    """Return the bits of a code in a served matrix whose parts have these types: the most bits of any type.
 
-    8 instead of 6 if the names include others than those of K types: matrices of 6 bits have their integer scales.
+    Instead of 6 bits, 8 if one of the types is not a K type: a matrix of 6 bits needs the integer scales of K types.
     """
     bits = max(TENSOR_TYPES[name].served_bits for name in names)
     return 8 if bits == 6 and not all(name.endswith("_K") for name in names) else bits

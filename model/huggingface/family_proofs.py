@@ -18,5 +18,5 @@ def read_proofs(path: Path = PROOFS_FILE) -> Proofs:
 
 
 def write_proofs(proofs: Proofs, path: Path = PROOFS_FILE) -> None:
-    """Write proofs, sorted by the families' names."""
+    """Write the dates of passed checks, sorted by the families' names."""
     write_json(path, dict(sorted(proofs.items())))

@@ -25,7 +25,7 @@ _ACTIVATIONS = {
 def read_family_config(
     path: Path, values: Mapping[str, Any], warnings: list[str] | None = None
 ) -> tuple[ModelFamily, ModelConfig]:
-    """Return the model family and the ModelConfig of a Hugging Face config.json; errors name it `path`.
+    """Return the model family and the ModelConfig of a Hugging Face config.json. Errors name the file `path`.
 
     warnings: list to which warnings about ignored keys are added.
 

@@ -28,17 +28,17 @@ class Encoding(Protocol):
     """Format in which a matrix is stored as one or more tensors. Its type selects the decoder."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
+        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainEncoding:
-    """Floats that are not quantized, in one stored tensor. kind: last part of its name, such as weight."""
+    """Floats that are not quantized, in one stored tensor. kind: last part of the tensor's name, such as weight."""
 
     kind: str
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and the shape of the one stored tensor, by the last part of its name."""
+        """Return possible dtypes and the shape of the only stored tensor, by the last part of the tensor's name."""
         return {self.kind: (WEIGHT_DTYPES, (shape,))}
 
 
@@ -54,7 +54,7 @@ class GptqEncoding:
     zero_shift: int
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
+        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         return {
@@ -75,7 +75,7 @@ class AwqEncoding:
     group_size: int | None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
+        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
         outputs, inputs = shape
         groups, words = _ceil_divide(inputs, self.group_size or inputs), _ceil_divide(outputs, 8)
         return {
@@ -100,7 +100,7 @@ class PackedEncoding:
     has_offsets: bool = False
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
+        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         zeros: Roles = {"weight_zero_point": (_INT32, ((_ceil_divide(outputs, 8), groups),))}
@@ -121,7 +121,7 @@ class Int8Encoding:
     """Format `int-quantized` of compressed-tensors: int8 weights, with a scale for each output or for the matrix."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
+        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
         return {"weight": (("I8",), (shape,)), "weight_scale": (WEIGHT_DTYPES, ((shape[0], 1), (1,), ()))}
 
 
@@ -137,7 +137,7 @@ class Fp8Encoding:
     block: tuple[int, int] | None = None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of each stored tensor of a matrix, by the last part of its name."""
+        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
         outputs, inputs = shape
         shapes: tuple[tuple[int, ...], ...] = (outputs, 1), (1,), ()
         if self.block is not None:
@@ -150,7 +150,7 @@ class GgufEncoding:
     """Blocks of quantized numbers in a GGUF file. A tensor's dtype is the name of its block type, such as Q4_K."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and the shape of the one stored tensor, by the last part of its name."""
+        """Return possible dtypes and the shape of the only stored tensor, by the last part of the tensor's name."""
         return {"weight": (tuple(name for name, kind in TENSOR_TYPES.items() if kind.is_quantized), (shape,))}
 
 
@@ -316,9 +316,9 @@ def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
 
 
 def _agreed_choice(reader: ConfigReader, names: tuple[str, ...], choices: Mapping[str, Any]) -> Any:
-    """Return the item of `choices` that the first key of `names` selects; the last key's, if that is the default.
+    """Return the item of `choices` that the keys `names` select. The first key wins, unless it selects the default.
 
-    The default is the first item; an absent key selects it. Raises CheckpointError for a value not in `choices`.
+    The default is the first item, which an absent key selects. Raises CheckpointError for a value not in `choices`.
     """
     found = [reader.choice(name, next(iter(choices)), choices) for name in names]
     return found[-1] if found[0] == next(iter(choices.values())) else found[0]

@@ -23,7 +23,7 @@ _MECHANISMS: Mapping[str, str] = {
 
 
 def missing_mechanisms(values: Mapping[str, Any]) -> list[str]:
-    """Return the mechanisms that Kvasir lacks and keys of a config.json show, as "recurrent layers (mamba_d_conv)".
+    """Return mechanisms that Kvasir lacks, shown by keys of a config.json, such as "recurrent layers (mamba_d_conv)".
 
     One key is named for each mechanism. Empty if no key is recognized.
     """

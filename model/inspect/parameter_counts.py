@@ -45,7 +45,7 @@ _UNTRAINED_POSITIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Formula of a model's sizes, such as "d·(2·d_k + d_v)", with its value. is_sum: needs brackets in a product."""
+    """Formula of a model's sizes, such as "d·(2·d_k + d_v)", with its value. is_sum: needs brackets in products."""
 
     text: str
     value: int
@@ -144,8 +144,8 @@ def count_parameters(config: ModelConfig) -> list[PartCount]:
 def attention_formulas(config: ModelConfig) -> list[tuple[str, Formula]]:
     """Return named formulas for numbers of attention parameters, from one head to all matrices of a layer.
 
-    Biases and norms are not counted. The last formula is of a layer of this config, with a window if the
-    config has any, and with keys of its own.
+    Biases and norms are not counted. The last formula is for a layer of this config that has keys of its own, and a
+    window if any layer has one.
 
     Sources: Vaswani et al. 2017 (arXiv 1706.03762, section 3.2.2); for g key/value heads of h query heads Shazeer 2019
     (arXiv 1911.02150) and Ainslie et al. 2023 (arXiv 2305.13245).

@@ -40,7 +40,7 @@ class TensorHeader:
     index: int | None = None
 
     def pieces(self) -> list["TensorHeader"]:
-        """Return an entry for each index of the tensor's first dimension, without that dimension."""
+        """Return one entry for each index of the tensor's first dimension. The entries lack this dimension."""
         count = self.shape[0]
         size = (self.end - self.begin) // count
         starts = (self.begin + index * size for index in range(count))

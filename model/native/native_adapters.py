@@ -26,7 +26,7 @@ _FIELDS = {"attention.qkv": "qkv", "attention.out": "out", "mlp.gate_up": "up", 
 
 
 class PackedAdapter:
-    """Adapter in the kernels' memory layout.
+    """LoRA adapter in the kernels' memory layout.
 
     layers: additions to each layer. rank: largest rank of an addition, rounded up to a multiple of 16.
     """
@@ -74,7 +74,7 @@ class AdapterRows:
     """Adapters of a step's rows, and buffers of the kernels.
 
     pointers: for each row the address of its adapter's `PackedAdapter.layers`; null: no adapter.
-    starts_P: first row of each piece of rows with the same adapter, or none, and at last the number of rows.
+    starts_P: first row of each piece, then the number of rows. All rows of a piece have the same adapter, or none.
     low_TR, additions_TF: buffers for the products of the rows with `down`, and then with `up`.
     held: the adapters that `pointers` point to, kept alive.
     """
@@ -101,7 +101,7 @@ class NativeAdapters:
         return key in self._adapters
 
     def pack(self, adapter: Adapter) -> Callable[[], None]:
-        """Pack an adapter, in any thread. Return the function by which the thread that runs steps adds it."""
+        """Pack an adapter; any thread may. Return a function that adds it, for the engine thread to call."""
         packed = PackedAdapter(adapter, self._config, self._dtype)
         return partial(self._adapters.__setitem__, adapter.key, packed)
 
@@ -112,9 +112,9 @@ class NativeAdapters:
     def rows(self, runs: tuple[tuple[str, int], ...], count: int) -> AdapterRows | None:
         """Return the adapters of a step's `count` rows; None if `runs` is empty. Raises KeyError for an unknown key.
 
-        A call with the `runs` object and the `count` of the last call returns the same object.
-        runs: key and number of rows, in order: empty, or with at least one adapter. Rows of the key "", and all further
-            rows, have no adapter.
+        A call with the same `runs` object and `count` as the last call returns the same object again.
+        runs: pairs of an adapter's key and a number of consecutive rows, in the order of rows. Rows with the key "",
+            and rows after the last run, have no adapter. If not empty, `runs` names at least one adapter.
         """
         if not runs:
             return None

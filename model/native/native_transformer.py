@@ -335,7 +335,7 @@ class NativeTransformer:
         return _PreparedDecode(inputs, arguments, rows, logits_BV[:, :num_ids], ids, held)
 
     def _set_rows(self, token_ids_T: Tensor, positions_T: Tensor, longest: int, adapters: AdapterRows | None) -> None:
-        """Set the kernels' arguments about a step's token rows. longest: length of the longest context in tokens."""
+        """Point the kernels to a step's token ids, positions, rotations and adapters. longest: longest context."""
         rows = self._rows
         rows.count, rows.threads, rows.x = len(token_ids_T), torch.get_num_threads(), self._buffers["x"].data_ptr()
         rows.tokens, rows.positions = token_ids_T.data_ptr(), positions_T.data_ptr()
@@ -347,7 +347,7 @@ class NativeTransformer:
             rows.additions = adapters.additions_TF.data_ptr()
 
     def _set_attention(self, metadata: AttentionMetadata, kv_cache: KVCache) -> AttentionStep | None:
-        """Set, and return, a step's attention arguments for the kernel that computes all layers.
+        """Set and return the attention arguments of a step, for the kernel that computes all layers.
 
         Returns None if some layer's attention is not computed by the native kernel.
         """
@@ -533,8 +533,9 @@ class NativeTransformer:
     def _embedding_rows(self, model: Transformer) -> Rows:
         """Replace the model's token embedding by a packed one if it is quantized or tied to the LM head.
 
-        Returns `Rows` with pointers to the embedding. The pointers are null if the first layer's input is not a plain
-        row of the embedding (scaled, normed, or with positions), or if an unpacked embedding is not contiguous.
+        Returns the kernels' `Rows` structure with pointers to the embedding. The pointers are null if the first layer's
+        input is not a plain row of the embedding (scaled, normed, or with positions), or if an unpacked embedding is
+        not contiguous.
         """
         embedding, rows = model.token_embedding, Rows()
         linear = embedding.linear if isinstance(embedding, QuantizedEmbedding) else None

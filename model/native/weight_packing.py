@@ -119,7 +119,7 @@ def _pack_groups(
     *,
     gated: bool,
 ) -> Packed:
-    """Pack grouped weights for the kernels, in the layout of int4.h, int6.h or grouped.h."""
+    """Pack weights that are quantized in groups, in the kernel layout of their bits: int4.h, int6.h or grouped.h."""
     order = interleaved if gated else pad_outputs
     if isinstance(weight, StoredWeight):
         inputs, has_offsets = weight.inputs, weight.has_offsets

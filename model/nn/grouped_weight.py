@@ -40,7 +40,7 @@ class GroupedWeight:
 
     @property
     def group_size(self) -> int:
-        """Inputs of a group of `multiplied`."""
+        """Number of inputs that share a scale in the result of `multiplied`."""
         return GROUP_SIZE if self.factor_FB is None else SMALL_GROUP_SIZE
 
     def multiplied(self) -> tuple[Tensor, Tensor | None]:
@@ -54,7 +54,7 @@ class GroupedWeight:
         return scale_FG, offset_FG.repeat_interleave(GROUP_SIZE // SMALL_GROUP_SIZE, dim=1)
 
     def select(self, rows_F: Tensor) -> "GroupedWeight":
-        """Return the weights of these outputs."""
+        """Return the weights of some outputs (rows) of the matrix."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         tensors: dict[str, Any] = {name: x[rows_F] for name, x in values.items() if isinstance(x, Tensor)}
         return replace(self, **tensors)
@@ -134,10 +134,10 @@ def _widen(numbers_FG: Tensor, inputs: int, size: int = GROUP_SIZE) -> Tensor:
 def quantize_weight(weight_FI: Tensor, *, searches: bool = True) -> GroupedWeight:
     """Quantize a matrix to 4 bits, with a scale and an offset for each group of 32 inputs of an output.
 
-    By min-max, a group's smallest weight becomes the code -8 and its largest the code 7. If `searches`, scales and
-    offsets are fitted to their codes by least squares, from several starts, and those with the least squared error are
-    kept. Until the call returns, PyTorch has one thread, with which a million weights take 15 ms of CPU
-    time. Two threads would wait for each other after every small operation.
+    By min-max, a group's smallest weight becomes the code -8 and its largest the code 7. With `searches`, scales and
+    offsets are fitted to the codes by least squares from several starting points, and the best fit is kept. Until the
+    call returns, PyTorch has one thread, with which a million weights take 15 ms of CPU time. Two threads would wait
+    for each other after every small operation.
     """
     outputs, inputs = weight_FI.shape
     padding_FI = weight_FI[:, -1:].expand(-1, -inputs % GROUP_SIZE)

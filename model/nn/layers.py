@@ -115,7 +115,7 @@ ACTIVATIONS: dict[MlpKind, Callable[[Tensor], Tensor]] = {
 
 
 class Router(nn.Module):
-    """Linear layer and softmax that weigh the experts of each token, in float32; see `Experts`.
+    """Router of a mixture of experts: chooses each token's experts and their weights, in float32; see `Experts`.
 
     The router is not an `nn.Linear`, because it stays a float matrix where linear layers are packed or quantized.
     """
@@ -183,7 +183,7 @@ class LayerInputs(nn.Module):
 
 
 class LayerInput(nn.Module):
-    """Last part of a layer with an input: norm(out(f(gate(x)) * input)), added to x by the layer (Gemma 3n and 4)."""
+    """Last part of a layer with a `LayerInputs` vector: norm(out(f(gate(x)) * input)), added to x by the layer."""
 
     def __init__(self, config: ModelConfig, size: int) -> None:
         super().__init__()
@@ -193,6 +193,6 @@ class LayerInput(nn.Module):
         self.activation = ACTIVATIONS[config.mlp]
 
     def forward(self, x_TE: Tensor, input_TP: Tensor) -> Tensor:
-        """Return what is added to x: (tokens, hidden size)."""
+        """Return the vectors to add to x: (tokens, hidden size)."""
         added_TE: Tensor = self.norm(self.out(self.activation(self.gate(x_TE)) * input_TP))
         return added_TE

@@ -85,7 +85,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Apply self-attention to packed tokens; input and output have the shape (tokens, hidden size).
 
-        kv_of: keys and values by layer, of layers that later layers read. This layer adds its own if it is read later.
+        kv_of: keys and values that later layers read, by layer. This layer adds its own if later layers read them.
         """
         q_THD, k_TKD, v_TKD = self._project(x_TE)
         if not self.norms_rotated:

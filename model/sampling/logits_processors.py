@@ -80,7 +80,7 @@ def _penalized(
 
 
 def _places(vocab_size: int, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> NDArray[np.int64]:
-    """Return the indices, in flattened logits, of the token ids of `rows`, pairs of a row and its token ids."""
+    """Return the indices in the flattened logits of given token ids. rows: pairs of a row and its token ids."""
     return np.concatenate([np.empty(0, np.int64), *(row * vocab_size + ids for row, ids in rows)])
 
 

@@ -141,8 +141,9 @@ def compile_grammar(vocabulary: LLTokenizer, grammar: str) -> LLMatcher:
 def json_grammar(schema: Mapping[str, object] | bool, *, lenient: bool = False) -> str:
     r"""Return the grammar of the JSON documents that a schema allows, in llguidance's form.
 
-    Whitespace is bounded, because a model could generate whitespace for ever. Strings have only one spelling, without
-    escapes such as `\u0061` for `a`: an escaped key would pass for a key that the schema does not name.
+    Whitespace is bounded, because a model could generate whitespace for ever. A string has only one spelling, without
+    escapes such as `\u0061` for `a`. Otherwise an escaped spelling of a key would count as a key that the schema does
+    not name.
 
     Args:
         lenient: ignore keywords that cannot be enforced, instead of raising an error.

@@ -28,7 +28,7 @@ class LarkDocument:
         self._nested: list[dict[str, Any]] = []
 
     def literal(self, text: str) -> str:
-        """Return an expression for exactly this text, in which each mark is one token."""
+        """Return a Lark expression for exactly this text, in which each mark is one token."""
         pieces, start = [], 0
         for found in self._split.finditer(text) if self._split else ():
             pieces += [_quote(text[start : found.start()]), f"<[{self._mark_ids[found[0]]}]>"]
@@ -37,11 +37,11 @@ class LarkDocument:
         return " ".join(piece for piece in pieces if piece) or '""'
 
     def plain(self, text: str) -> str:
-        """Return an expression for exactly this text, from a client: the name of a mark in it is ordinary text."""
+        """Return a Lark expression for exactly this text of a client, in which names of marks are ordinary text."""
         return _quote(text) or '""'
 
     def until(self, text: str, *, regex: str = "", min_length: int = 0, max_length: int | None = None) -> str:
-        """Return an expression for text up to and including the first occurrence of `text`.
+        """Return a Lark expression for text up to and including the first occurrence of `text`.
 
         Args:
             regex: regular expressions of the text before, as for `terminal`; "": any text.
@@ -62,34 +62,34 @@ class LarkDocument:
         return self.terminal(f"(({before}) /{end}/){later}", lazy=True)
 
     def text_without(self, text: str, regex: str = ANY_TEXT) -> str:
-        """Return an expression for text that matches `regex`, as for `terminal`, and does not contain `text`."""
+        """Return a Lark expression for text that matches `regex`, as for `terminal`, and does not contain `text`."""
         return self.terminal(rf"({regex}) & ~/(.|\n)*{escape(text)}(.|\n)*/")
 
     def begun_by(self, text: str) -> str:
-        """Return an expression for `text` after any amount of whitespace, including none."""
+        """Return a Lark expression for `text` after any amount of whitespace, including none."""
         if self._begins_with_mark(text):
             return f"{self.terminal(f'/{_SPACES}/')} {self.literal(text)}"
         return self.terminal(f"/{_SPACES}{escape(text)}/")
 
     def text_not_begun_by(self, text: str) -> str:
-        """Return an expression for any text that does not begin with `text` after whitespace."""
+        """Return a Lark expression for any text that does not begin with `text` after whitespace."""
         return self.terminal(rf"{ANY_TEXT} & ~/{_SPACES}{escape(text)}(.|\n)*/")
 
     def _begins_with_mark(self, text: str) -> bool:
         return self._split is not None and self._split.match(text) is not None
 
     def text(self) -> str:
-        """Return an expression for any text without special tokens and marks. May be empty."""
+        """Return a Lark expression for any text without special tokens and marks. May be empty."""
         return self.terminal(ANY_TEXT)
 
     def tokens(self, forbidden_ids: set[int], *, max_tokens: int) -> str:
-        """Return an expression for up to `max_tokens` tokens, none of which is in `forbidden_ids`."""
+        """Return a Lark expression for up to `max_tokens` tokens, none of which is in `forbidden_ids`."""
         if not max_tokens:  # llguidance rejects {0,0}
             return '""'
         return self.rule(f"<[^{','.join(map(str, sorted(forbidden_ids)))}]>{{0,{max_tokens}}}")
 
     def terminal(self, regex: str, *, lazy: bool = False) -> str:
-        """Return an expression for text that matches regular expressions `/…/`, joined by operators such as `&`.
+        """Return a Lark expression for text that matches regular expressions `/…/`, joined by operators such as `&`.
 
         lazy: end at the shortest match.
         """
@@ -98,17 +98,17 @@ class LarkDocument:
         return name
 
     def rule(self, body: str) -> str:
-        """Add a rule with this body, and return its name."""
+        """Add a grammar rule with this body, and return its name."""
         name = f"r{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
-        """Return an expression for the JSON documents of a prepared schema. Raises GrammarError, as `json_grammar`."""
+        """Return a Lark expression for a prepared schema's JSON documents. Raises GrammarError, as `json_grammar`."""
         return self.nested(json_grammar(schema, lenient=lenient))
 
     def nested(self, grammar: str) -> str:
-        """Add a sub-grammar: llguidance's JSON text with one grammar in its list. Return an expression for it."""
+        """Add a sub-grammar: llguidance's JSON text with one grammar in its list. Return a Lark expression for it."""
         (part,) = json.loads(grammar)["grammars"]
         name = f"g{len(self._nested)}"
         self._nested.append({**part, "name": name})

@@ -140,5 +140,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def has_nvidia_driver(root: Path = _ROOT) -> bool:
-    """Return whether NVIDIA's driver runs on this machine, known without CUDA, by its device file."""
+    """Return True if NVIDIA's driver runs on this machine, by its device file, without CUDA."""
     return (root / "dev" / "nvidiactl").exists()

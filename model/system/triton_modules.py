@@ -1,4 +1,4 @@
-"""Import of modules with Triton kernels, at their first use: a service on a CPU does without Triton's 0.17 s."""
+"""Import of modules with Triton kernels at their first use: importing Triton takes 0.17 s, and CPUs do not need it."""
 
 import importlib
 from types import ModuleType

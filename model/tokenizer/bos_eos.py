@@ -29,7 +29,7 @@ _TOOL_RESPONSE = "<|tool_response>"  # ends a call of a tool in Gemma 4; llama.c
 class TokenizerConfig:
     """Settings from tokenizer_config.json and special_tokens_map.json, or from a GGUF file's metadata.
 
-    roles: name of the token by key, such as bos_token: all keys of the files that end in `_token`.
+    roles: name of a token by its key, such as bos_token, for all keys of the files that end in `_token`.
     special: names of the special tokens among `roles` and in lists such as `additional_special_tokens`; of a GGUF
         file, all special tokens.
     adds_bos, adds_eos: True if `add_bos_token` (BOS before every text) or `add_eos_token` (EOS after it) is true.

@@ -72,7 +72,7 @@ def find_fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
 
 
 def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the token ids of a text as they are after other text: without a space that the tokenizer puts first.
+    """Return the token ids of a text that follows other text: without the space that the tokenizer puts first.
 
     Llama's tokenizer puts a space before every text. Its authors cut this space from a suffix in the same way.
     Raises TokenizerError.

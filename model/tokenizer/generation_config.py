@@ -63,7 +63,7 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 
 
 def generation_config_path(directory: Path) -> Path:
-    """Return the file that holds a checkpoint's default sampling parameters. It may be missing, unless it is a GGUF."""
+    """Return the path of a checkpoint's default sampling parameters. Except for a GGUF file, it may not exist."""
     return directory if is_gguf(directory) else directory / GENERATION_CONFIG_FILE
 
 

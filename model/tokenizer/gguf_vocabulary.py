@@ -22,9 +22,9 @@ _NORMAL, _USER_DEFINED = 1, 4  # token types
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Split:
-    """Way to split a text into pieces before BPE merges. A GGUF file has its name.
+    """Way to split a text into pieces before BPE merges, which a GGUF file names.
 
-    before, after: patterns whose matches become pieces, before and after the pattern is applied.
+    before, after: patterns whose matches become pieces, before and after `pattern` is applied.
     composes: characters are composed first (NFC).
     whole_first: a piece that is a token is not built by merges.
     """

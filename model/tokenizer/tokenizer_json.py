@@ -71,7 +71,7 @@ class TokenDecoder:
     num_stripped: int = 0
 
     def all_token_bytes(self, tokens: Sequence[str]) -> Iterable[bytes]:
-        """Return `token_bytes` of each token, at once where every character stands for a byte."""
+        """Return `token_bytes` of each token. Where every character stands for a byte, one pass computes all."""
         if not self.byte_level:
             return map(self.token_bytes, tokens)
         try:
@@ -180,7 +180,7 @@ class LibraryTokenizer(Tokenizer):
         vocabulary: id of each token, with all added tokens.
 
     Raises:
-        TokenizerError: the library rejects the values, or would give an added token another id or meaning.
+        TokenizerError: the library rejects the values, or would treat an added token differently from the files.
     """
 
     def __init__(

@@ -69,7 +69,8 @@ SIZES = (
 class OwnTextRequest:
     """Arguments of `kvasir train --corpus`.
 
-    corpora: text files and directories. minutes: time limit of the command. began: its start, as `time.monotonic`.
+    corpora: text files and directories. minutes: time limit of the command. began: start of the command, as
+        `time.monotonic`.
     """
 
     name: str

@@ -56,7 +56,7 @@ class TrainConfig:
 
     vocab_size: at most 65,536, since the token ids of a corpus are held in memory as uint16.
     sequence_length: tokens per sequence. batch_size: sequences per step.
-    warmup_steps, decay_steps: numbers of first steps with a rising and of last steps with a falling learning rate.
+    warmup_steps, decay_steps: steps at the start with a rising, and steps at the end with a falling learning rate.
     matrix_lr, adam_lr: peak learning rates of Muon (hidden matrices) and AdamW (all other parameters).
     weight_decay: decoupled, on matrices and embeddings. grad_clip: largest norm of the gradients of a step.
     checkpoint_minutes: minutes between saves. evaluate_every: steps between evaluations of held-out texts.

@@ -50,7 +50,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
-    """Training text. turns: its messages if it is a conversation; () if no message is a reply; None for plain text."""
+    """Training text. turns: messages of a conversation, () if none of them is a reply; None for plain text."""
 
     text: str
     turns: tuple[Turn, ...] | None = None
@@ -285,7 +285,7 @@ def read_documents(path: Path) -> Iterator[tuple[str, Document]]:
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Cut a text at line ends into parts of about MAX_DOCUMENT_CHARACTERS; a text of up to twice this is one part."""
+    """Cut a text at line ends into parts of about MAX_DOCUMENT_CHARACTERS. Texts up to twice as long are not cut."""
     if len(text) <= 2 * MAX_DOCUMENT_CHARACTERS:
         yield text
         return

@@ -106,7 +106,7 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Context manager: create a run directory if it is missing, and hold an exclusive lock on it.
+    """Context manager: hold an exclusive lock on a run directory, which is created if it is missing.
 
     Raises ValueError if another process holds the lock.
     """

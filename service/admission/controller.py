@@ -29,7 +29,7 @@ _THRESHOLD = 4  # largest holding of a tenant, as a multiple of the capacity tha
 # Load (admitted sequences per slot) from which endings count toward the rate of a full server. The load is below 1 so
 # that a slot which is free for a moment does not interrupt the measurement.
 _FULL = 7 / 8
-_SPREAD = 0.25  # random lengthening of Retry-After, so that requests rejected together do not retry together
+_SPREAD = 0.25  # maximum random lengthening of Retry-After, as a fraction; it spreads retries
 _RETRY_BONUS = 0.25  # extra capacity and extra accepted wait of a retry, as a fraction
 _RATE_SECONDS = 30.0  # time constant of the rates: long enough to average over a batch, short enough to follow the load
 _UNKNOWN_WAIT_SECONDS = 1.0  # predicted wait while a rate is unknown
@@ -108,7 +108,7 @@ class _RetryQueue:
     num_retried: float = 1.0
 
     def num_expected(self, now: float, before: float) -> float:
-        """Drop retries due before `now`. Return how many of those due until `before` are expected to come."""
+        """Drop retries that were due before `now`. Return the expected number of retries until `before`."""
         del self.due_seconds[: bisect_left(self.due_seconds, now)]
         return min(1.0, self.num_retried / self.num_rejected) * bisect_left(self.due_seconds, before)
 
@@ -255,7 +255,7 @@ class Admission:
             queue.num_retried += 1.0
 
     def _check_retry_after(self) -> None:
-        """Report the error of each sampled Retry-After that is 2 minutes late, or whose request would fit now."""
+        """Report the error of each sampled Retry-After whose request would fit now, or that ended 2 minutes ago."""
         now = self._clock()
         for _ in range(len(self._checked)):
             demand, due_seconds = self._checked.popleft()
@@ -314,7 +314,7 @@ class Admission:
         return _Shortage(excess_seconds, wait_seconds) if excess_seconds > 0 else None
 
     def _advance(self, *, num_ended: int = 0, num_started: int = 0, num_started_tokens: int = 0) -> None:
-        """Add the interval since the last call to the rates, with the endings and the starts at its end."""
+        """Update the rates with the interval since the last call, and the endings and starts at its end."""
         now = self._clock()
         seconds, self._last_seconds = now - self._last_seconds, now
         if self.num_sequences >= _FULL * self._max_num_running:

@@ -179,7 +179,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
     async def metrics(self) -> Response:
-        """Handle `GET /metrics`: update the gauges, and return all metrics. Rendering takes ms, so a thread does it."""
+        """Handle `GET /metrics`: update the gauges, and return all metrics. Rendered in a thread."""
         lifecycle = self.context.lifecycle
         if lifecycle.ready_epoch.value != lifecycle.epoch.value:
             self._metrics.forget_engine()
@@ -249,7 +249,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """Raise an `ApiError` if the server is draining or overloaded, or if the timeout header is invalid.
 
         Called before the request body is read. `Overloaded` is raised only if even a request for one token would be
-        rejected; a `timeout` in the body, which is not read, could have changed that.
+        rejected. A longer `timeout` in the unread body is not taken into account.
         """
         self.context.reject_when_draining()
         self.context.admission.reject_by_headers(read_queue_policy(Request(scope), None, self.context.settings))

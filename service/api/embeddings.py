@@ -92,10 +92,10 @@ class GroupedBody(Delivery):
 
     @abstractmethod
     def _receive(self, choice: Choice, delta: TokenDelta) -> None:
-        """Store the result of a sequence, which is in its only token delta."""
+        """Store the result of a sequence, such as its embedding, from its only token delta."""
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
-        """Return one more group to submit if this group's results do not suffice, else None. Subclasses override it."""
+        """Return a further group to submit if the results so far are not enough, else None. Subclasses override it."""
         return None
 
     @abstractmethod
@@ -123,8 +123,8 @@ class GroupedBody(Delivery):
     async def _submit(self, group: InflightRequest) -> None:
         """Submit the request's next group of texts. While the server is overloaded, wait and retry.
 
-        The previous, computed group counts as unfinished until then, so that a shutdown waits for the request. Raises
-        ClientGone if the client disconnects.
+        The group before it, whose results are complete, counts as unfinished until then, so that a shutdown waits for
+        the whole request. Raises ClientGone if the client disconnects.
         """
         while True:
             if not self._has_client:

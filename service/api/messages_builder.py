@@ -118,7 +118,7 @@ class MessagesBuilder(ChatBuilder):
         return MessageEvent(type="content_block_delta", index=self._num_blocks - 1, delta=delta)
 
     def _visible_parts(self, choice: Choice, delta: TokenDelta) -> list[Part]:
-        """Return the parts that a delta completes, except hidden reasoning; of an empty message, one empty text."""
+        """Return the parts that a delta completes, without hidden reasoning. An empty message has one empty text."""
         parts = self._parts(choice, delta)
         if not self._shows_reasoning:
             parts = [part for part in parts if part.kind is not PartKind.REASONING]
@@ -126,7 +126,10 @@ class MessagesBuilder(ChatBuilder):
         return [Part(PartKind.TEXT, "")] if is_empty else parts
 
     def _opened(self, choice: Choice, part: Part) -> list[MessageEvent]:
-        """If a part begins a block, end the open block and open the new one. Return the events of both; else []."""
+        """If a part begins a block of the message, end the open block and open the new one.
+
+        Return their events; else [].
+        """
         last = self._closed() if self._begins(part) else []
         if (block := self._begun(choice, part)) is None:
             return []
@@ -152,7 +155,7 @@ class MessagesBuilder(ChatBuilder):
                 return OutputBlock(type="text", text="")
 
     def _closed(self) -> list[MessageEvent]:
-        """End the open block. Return its last events; [] if no block is open."""
+        """End the message's open block. Return its last events; [] if no block is open."""
         if (kind := self._open) is None:
             return []
         self._open = None

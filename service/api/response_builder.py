@@ -78,7 +78,7 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return a delta's stream events. With `is_first`, they include requested ids and logprobs of the prompt."""
+        """Return a delta's stream events. With `is_first`, add the prompt's token ids and logprobs, if requested."""
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the encoded event that reports an error and ends the stream."""
@@ -177,7 +177,7 @@ class CompletionBuilder(ResponseBuilder):
         )
 
     def events(self, choice: Choice, delta: TokenDelta, *, is_first: bool) -> list[Event]:
-        """Return, in a list, an event with a delta's text, requested logprobs and ids; `is_first` adds the prompt's."""
+        """Return a list of one event: text, requested logprobs and token ids. `is_first` adds those of the prompt."""
         reason, stop = _finish_fields(delta.finish)
         text = choice.prompt_text + delta.text if is_first else delta.text
         built = responses.CompletionChoice(

@@ -76,7 +76,7 @@ class ResponsesApi:
         return record.conversation()
 
     def _record(self, asked: ResponsesRequest, tenant: str, earlier: list[dict[str, Any]]) -> StoredResponse | None:
-        """Return a new record of a response; None if the response is not to be stored.
+        """Return a new `StoredResponse` for a response; None if the response is not to be stored.
 
         The record adds itself to the store when the response ends. Raises an `ApiError` if the request needs the store
         but the store is off, or if the store has no room.
@@ -100,7 +100,7 @@ class ResponsesApi:
         return record
 
     def _run(self, record: StoredResponse, response: Response, *, is_stream: bool) -> Response:
-        """Start to generate a response in the background. Return its JSON so far, or with `is_stream` its events."""
+        """Start to generate a response in the background. Return its present JSON, or with `is_stream` its events."""
 
         async def make() -> Response:
             return response

@@ -155,12 +155,15 @@ class ResponsesBuilder(ChatBuilder):
 
     @property
     def _item_fields(self) -> dict[str, Any]:
-        """Event fields that identify the open item and, unless it is a function call, its only content part."""
+        """Event fields that identify the open output item and its content part, which a function call lacks."""
         place: dict[str, Any] = {"item_id": self._output[-1].id, "output_index": len(self._output) - 1}
         return place if self._open is PartKind.CALL else {**place, "content_index": 0}
 
     def _opened(self, choice: Choice, part: Part) -> list[ModelResponseEvent]:
-        """If a part begins an item, end the open item and open the new one. Return the events of both; else []."""
+        """If a part begins an output item, end the open item and open the new one.
+
+        Return the events of both; else [].
+        """
         item_kind = PartKind.CALL if part.kind is PartKind.ARGUMENTS else part.kind
         if item_kind is self._open and part.kind is not PartKind.CALL:
             return []
@@ -192,7 +195,7 @@ class ResponsesBuilder(ChatBuilder):
         return events
 
     def _delta_event(self, text: str) -> ModelResponseEvent:
-        """Append a text to the open item. Return the event for it, which in a message has the logprobs not sent yet."""
+        """Append a text to the open output item. Return its event, which in a message has the logprobs not sent yet."""
         assert self._open is not None
         self._pieces.append(text)
         logprobs: dict[str, Any] = {}
@@ -203,7 +206,7 @@ class ResponsesBuilder(ChatBuilder):
         return self._event(f"{_DELTAS[self._open]}.delta", **self._item_fields, delta=text, **logprobs)
 
     def _closed(self, status: ItemStatus) -> list[ModelResponseEvent]:
-        """End the open item with this status. Return its last events, with its whole text; [] if no item is open."""
+        """End the open output item with this status. Return its last events, with its whole text; [] without one."""
         if self._open is None:
             return []
         kind, index = self._open, len(self._output) - 1
@@ -225,7 +228,7 @@ class ResponsesBuilder(ChatBuilder):
         return events
 
     def _part(self, text: str, logprobs: list[ChatTokenLogprob]) -> OutputText | ReasoningText | None:
-        """Return a content part with this text, for the open item; None for a function call, which has no parts."""
+        """Return a content part with this text for the open output item; None for a function call, which has none."""
         match self._open:
             case PartKind.TEXT:
                 return OutputText(text=text, logprobs=logprobs)
@@ -235,7 +238,7 @@ class ResponsesBuilder(ChatBuilder):
                 return None
 
     def _whole(self, status: ItemStatus) -> OutputItem:
-        """Return a copy of the open item with its text so far and this status."""
+        """Return a copy of the open output item, with its text so far and this status."""
         item, text = self._output[-1], "".join(self._pieces)
         match item:
             case OutputMessage():

@@ -266,7 +266,7 @@ class CompletionStream(CompletionDelivery):
         return partial(body.write, events)
 
     def _events(self, arrived: Deltas) -> bytes:
-        """Encode token deltas as events, and after the last choice's end the builder's last events; b"": no events."""
+        """Encode token deltas as events; after the last choice's end, add the stream's last events. b"": no events."""
         events: list[bytes] = []
         times: Timings | None = None
         for choice, delta in arrived:

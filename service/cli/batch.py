@@ -170,8 +170,8 @@ def _check_ids(path: Path) -> tuple[int, set[int]]:
 class BatchOutput:
     """Output file, flushed line by line. `num_lines`, `num_failed`: its lines and failed lines, of earlier runs too.
 
-    A line failed if it has an error, or if its response's status is not 200. Both numbers omit one case: an earlier
-    run wrote that an input line has no custom_id, and that input line has been given a custom_id since.
+    A line failed if it has an error, or if its response's status is not 200. Both numbers leave out errors about a
+    missing custom_id that has been added to the input since.
     """
 
     _file: BinaryIO
@@ -183,7 +183,7 @@ class BatchOutput:
 
     @classmethod
     def open(cls, path: Path, bad_lines: set[int]) -> "BatchOutput":
-        """Open an output file, read its lines, and cut off an incomplete last line.
+        """Open the batch's output file, read its lines, and cut off an incomplete last line.
 
         Raises:
             ValueError: another batch writes to the file, or a line is not the output of a batch.

@@ -85,7 +85,7 @@ class ChatSession:
         return "\n".join(line.removesuffix("\\") for line in lines)
 
     def _handle_line(self, line: str) -> None:
-        """Run the command in a line, or send the line as a message. A failure is printed as one line, and counted."""
+        """Run the command in a line, or send the line as a message. Print a failure, and count it for the exit code."""
         name, _, argument = line.strip().partition(" ")
         try:
             if line.startswith("/") and not line.startswith("//"):
@@ -169,7 +169,7 @@ class ChatSession:
         print(f"{self._dim}{text}{self._plain}", file=sys.stderr, flush=True)
 
     def show_help(self, _: str) -> None:
-        """List the commands."""
+        """Print the list of chat commands."""
         for name, (usage, _function, text) in COMMANDS.items():
             self._note(f"{f'{name} {usage}':<18} {text}")
         self._note("A backslash at the end of a line continues the message. // begins a message with a slash.")
@@ -235,7 +235,7 @@ class ChatSession:
         self._note(self.stats)
 
     def read_lines(self, _: str) -> None:
-        """Read lines up to one with only a dot, or to the end of input, and send them as one message unless blank."""
+        """Read lines up to a line with only a dot, or the end of input. Send them as one message, unless blank."""
         self._note("end the message with a line that has only a dot")
         lines: list[str] = []
         while (line := self._read(". ")) is not None and line != ".":

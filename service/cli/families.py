@@ -27,11 +27,11 @@ _DEFAULT_ROPE = "default"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FamilyFacts:
-    """Variants of a model family that the reader of its config.json accepts, and proofs of parity with transformers.
+    """Variants of a model family that its config reader accepts, and dates of passed parity tests with transformers.
 
     rope_types: types of rotary embeddings; empty: none.
     has_windows, has_biases, has_gguf: sliding windows, biases of q, k and v, and GGUF files are supported.
-    checks: names of the checks that passed. proved: date of the check that passed longest ago; empty: none passed.
+    checks: names of the parity tests that passed. proved: date of the oldest of them; empty: none passed.
     """
 
     model_type: str

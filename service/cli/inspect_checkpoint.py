@@ -33,7 +33,7 @@ _STREAM_LENGTHS = (1024, 8192, 32_768)
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Findings:
-    """Checkpoint's manifest, tokenizer, served model and engine. None: cannot be read or built; `refusals` says why.
+    """Results of an inspection. A part that cannot be read or built is None, with the reason in `refusals`.
 
     warnings: keys and files that are ignored, a line each.
     refusals: reasons why the checkpoint would not be served, a line each.
@@ -47,7 +47,7 @@ class Findings:
     refusals: list[str] = dataclasses.field(default_factory=list)
 
     def attempt(self, read: Callable[[], T]) -> T | None:
-        """Return the result of `read`; None after an error, which becomes a line of `refusals`, once."""
+        """Return the result of `read`. On an error return None, and add the error to `refusals` if it is new."""
         try:
             return read()
         except (ValueError, OSError, RuntimeError, MemoryError) as error:
@@ -73,7 +73,7 @@ def main(settings: InspectSettings) -> int:
 
 
 def examine(settings: InspectSettings) -> Findings:
-    """Read what a server reads before the weights; with --verify, all files. Errors become lines of `refusals`.
+    """Read all that a server reads before the weights; with --verify, all files. Errors become lines of `refusals`.
 
     Raises CheckpointError if the path is no checkpoint at all.
     """
@@ -197,7 +197,7 @@ def _streams(engine: EngineForecast) -> dict[int, int]:
 
 
 def _serving_rows(engine: EngineForecast | None, manifest: Manifest) -> Rows:
-    """Yield rows on the engine that `kvasir serve` would build here with its defaults; no rows if it could not."""
+    """Yield the listing's rows about the engine that `kvasir serve` would build here; none if it would fail."""
     if engine is None:
         return
     facts, layers = engine.facts, manifest.config.num_layers
@@ -217,7 +217,7 @@ def _template_name(served: ServedModel) -> str | None:
 
 
 def _config_rows(config: ModelConfig) -> Rows:
-    """Yield the config fields that affect this model. Fields that are unset or of an unused mechanism are left out."""
+    """Yield the listing's rows about the config, without fields that are unset or of an unused mechanism."""
     uses = {
         "rope_theta": config.position is PositionKind.ROTARY,
         "norm_bias": config.norm is NormKind.LAYER_NORM,
@@ -255,7 +255,7 @@ def _memory_rows(manifest: Manifest) -> Rows:
 
 
 def _token_rows(found: Findings, manifest: Manifest, tokenizer: Tokenizer) -> Rows:
-    """Yield rows on vocabulary, begin and end tokens, sampling defaults and chat template of the checkpoint."""
+    """Yield the listing's rows about vocabulary, begin and end tokens, sampling defaults and chat template."""
 
     def named(ids: Sequence[int]) -> str:
         return ", ".join(f"{token_id} {tokenizer.format_token_name(token_id)!r}" for token_id in ids) if ids else "none"

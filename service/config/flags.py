@@ -26,7 +26,7 @@ _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*(?:([kmgt])(i?))?(b?)", re.IGNO
 
 
 class SettingsError(ValueError):
-    """Error of an unknown, missing or invalid flag or environment variable. The message is one line that names it."""
+    """Error of an unknown, missing or invalid flag or environment variable, which its one-line message names."""
 
 
 class CommandSettings(BaseModel):
@@ -86,7 +86,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 def option(
     group: str, default: Any = ..., *, metavar: str | None = None, default_text: str | None = None, **bounds: Any
 ) -> Any:
-    """Declare a settings field. `group`: its section of the help page; `default_text`: shown there as the default."""
+    """Declare a settings field. `group`: section of the help page. `default_text`: default shown on the help page."""
     extra: dict[str, Any] = {"group": group, "metavar": metavar, "default_text": default_text}
     return Field(default, json_schema_extra=extra, **bounds)
 

@@ -13,7 +13,7 @@ class JsonFormatter(logging.Formatter):
     """Formatter that writes a log record as one line of JSON, which contains no line break and only ASCII."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the JSON object of a record. A traceback is the string `exception`."""
+        """Return a log record as a JSON object. A traceback becomes the string `exception`."""
         entry = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

@@ -102,7 +102,10 @@ class ModelSettings(CheckpointSettings):
     @model_validator(mode="before")
     @classmethod
     def _set_gpu_defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """A GPU needs thousands of tokens in a step to be busy. With --device auto, NVIDIA's driver means a GPU."""
+        """Set higher defaults for a GPU, which needs thousands of tokens in a step to be busy.
+
+        With --device auto, a machine with NVIDIA's driver counts as one with a GPU.
+        """
         device = values.get("device", "auto")
         if "max_batched_tokens" in values or not (device[:4] == "cuda" or (device == "auto" and has_nvidia_driver())):
             return values

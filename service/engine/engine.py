@@ -142,7 +142,7 @@ class Engine:
         self._grammars.warm_up()
 
     def submit(self, submit: Submit) -> None:
-        """Accept a submission. It replaces an older attempt of its uid; beside an equal or newer attempt it is ignored.
+        """Accept a submission: replace an older attempt of its uid, but ignore it if an equal or newer one exists.
 
         An invalid submission raises no exception: an event of a later step reports its error.
         """
@@ -240,7 +240,8 @@ class Engine:
         except torch.OutOfMemoryError as error:
             if plan.num_tokens == 1:
                 raise
-            logger.warning("a step of %d tokens is repeated in smaller steps: %s", plan.num_tokens, first_line(error))
+            message = "a step of %d tokens lacked memory and is repeated in smaller steps: %s"
+            logger.warning(message, plan.num_tokens, first_line(error))
             self._plan = self._launched = None
             plan, outputs = self._scheduler.preempt_all(plan), _NO_OUTPUTS
             if torch.cuda.is_initialized():

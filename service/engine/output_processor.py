@@ -54,7 +54,7 @@ class Detokenizer:
         return len(token_ids), streamed + text, stop
 
     def flush(self) -> tuple[str, str | None]:
-        """Return the text still held back, cut at a stop string in it, and this stop string or, without one, None."""
+        """Return the text still held back, cut at its first stop string, and this stop string or None."""
         self._held += self._decoder.flush()
         shown, stop = self._cut()
         if stop is None:

@@ -78,7 +78,7 @@ class ConnectionLimits:
 
 
 def limit_connections(wanted: int) -> tuple[int, int]:
-    """Raise this process' soft limit of open files for `wanted` connections and, beyond them, `MAX_LINGERING`.
+    """Raise this process's soft limit of open files, for `wanted` connections and `MAX_LINGERING` lingering ones.
 
     Return how many connections the limit allows, and how many may linger beyond them.
 
@@ -131,7 +131,7 @@ class ChunkedBody:
 
 
 def chunked_body(scope: Scope) -> ChunkedBody | None:
-    """Return the writer that bypasses ASGI's `send`. None for a `BufferedResponse`, and under another ASGI server."""
+    """Return the writer that bypasses ASGI's `send`. None for a `BufferedResponse`, and under any other HTTP server."""
     body: ChunkedBody | None = scope.get("extensions", {}).get(_BODY_EXTENSION)
     return body
 

@@ -86,8 +86,7 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 def keep_error(scope: Scope, error: ApiError) -> None:
     """Store the class of a response's error in the request's state, for the request log and traces.
 
-    The error itself holds the frames that raised it, and they hold the scope: megabytes of a body would wait for the
-    garbage collector.
+    Not the error itself: its traceback would keep the request body, megabytes, until garbage collection.
     """
     scope.setdefault("state", {})[ERROR] = type(error)
 

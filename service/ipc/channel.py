@@ -106,7 +106,7 @@ class WorkerChannel:
                 self._socket.sendmsg(packet)
 
     def receive(self, timeout_seconds: float) -> bytes | None:
-        """Return the next message from the API process, after at most the timeout; None if none is complete by then."""
+        """Return the next message from the API process; None if no message is complete within the timeout."""
         message = self._commands.read()
         if message is None and timeout_seconds > 0.0:
             self._poll.poll(1000.0 * timeout_seconds)
@@ -124,7 +124,7 @@ class _MessageReader:
         self._is_gathering = False
 
     def read(self) -> bytes | None:
-        """Read packets that are in the socket. Return the message that they complete; None if they complete none."""
+        """Read the packets in the socket. Return the message that they complete, None if no message is complete."""
         for _ in range(_MAX_PACKETS_A_TURN):
             try:
                 num_bytes = self._source.recv_into(self._packet, 0, socket.MSG_DONTWAIT)

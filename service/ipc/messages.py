@@ -195,7 +195,7 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=
 
 
 class EngineIdle(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Event: the engine has no sequences left. After a cancellation no step follows, so no `StepStats` would say so."""
+    """Event: the engine has no sequences left. After a cancellation, no step reports this by its `StepStats`."""
 
 
 Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | RunningLimitChanged | StepStats | EngineIdle

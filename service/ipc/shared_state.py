@@ -75,7 +75,7 @@ class Lifecycle:
 
     @property
     def worker_signs(self) -> tuple[int, int, int]:
-        """Number of heartbeats, epoch of the last ready worker, number of restarts. Any change is a heartbeat."""
+        """Values of which any change shows a live worker: heartbeats, epoch of the last ready worker, restarts."""
         return self.num_heartbeats.value, self.ready_epoch.value, self.epoch.value
 
     def record_api_heartbeat(self) -> None:

@@ -221,7 +221,7 @@ class Metrics:
             self._num_restarts[reason] = number
 
     def observe_api(self, *, num_requests: int, num_tasks: int) -> None:
-        """Set the gauges of the API process: its number of unfinished requests, and its number of asyncio tasks."""
+        """Set the gauges of the API process: numbers of unfinished requests and of asyncio tasks."""
         self._metric("api_requests").set(num_requests)
         self._metric("api_tasks").set(num_tasks)
 

@@ -27,8 +27,9 @@ class ChatFormat:
 
     tools: format of tool calls.
     reasoning: format of the model's reasoning, such as <think> tags around it; None: the model does not reason.
-    tools_go_to: input of the chat template that has the tools. variable: `tools`. message: the field `tools` of the
-        system message, as JSON text (Phi-4-mini). text: the template has no tools, so Kvasir writes them into messages.
+    tools_go_to: place where the chat template expects the tools. variable: the variable `tools`. message: the field
+        `tools` of the system message, as JSON text (Phi-4-mini). text: nowhere, so Kvasir writes the tools into the
+        messages' text.
     is_plain: the plain chat template is used and --tool-format is auto, so the model's format of calls is unknown.
     arguments_are_text: the template expects the arguments of past calls as JSON text, not as an object.
     variables: names of variables that the template reads.
@@ -116,8 +117,8 @@ def _tools_place(source: str) -> Literal["variable", "message", "text"]:
 def _wants_text(template: ChatTemplate, process: TemplateProcess) -> bool:
     """Return True if a template writes the arguments of past calls correctly only from JSON text.
 
-    A probe conversation is rendered with an object as arguments. The template fails, or does not write JSON, if it
-    joins the arguments with other text.
+    A probe conversation is rendered with an object as arguments. A template that joins the arguments with other text
+    fails on an object, or writes something that is not JSON.
     """
     function = {"name": "probe", "arguments": _PROBE}
     messages: list[dict[str, Any]] = [

@@ -137,11 +137,11 @@ class RequestProcessor:
         return choices
 
     def _asked_length(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[str, int | None, str]:
-        """Return the name and value of the field with the maximum tokens of a completion, and a clause for an error.
+        """Return a request's maximum completion length: the field's name, its value, and a clause for an error.
 
-        The value is the request's; else None if the checkpoint has a default, which `_length` applies, and otherwise
-        the API's default: 16 for `/v1/completions`, None for a chat. The clause ends the error about a prompt that
-        leaves too little room for the completion.
+        Without a value in the request, it is None if the checkpoint has a default, which `_length` applies; else it is
+        the API's default, 16 for `/v1/completions` and None for a chat. The clause ends the error message about a
+        prompt that leaves too little room for the completion.
         """
         is_new = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
         param = "max_completion_tokens" if is_new else "max_tokens"
@@ -252,10 +252,10 @@ class RequestProcessor:
         ]
 
     def _num_hidden_tokens(self, request: GenerationRequest, prompt: str | list[int]) -> int:
-        """Return the number of first prompt tokens among which the field `echo` leaves out special tokens.
+        """Return the number of tokens at the prompt's start whose special tokens `echo` leaves out.
 
-        Of token ids: all with `skip_special_tokens`, else 0. Of a string: 1 if the server puts the begin-of-text token
-        before it, else 0, because the names of special tokens in the string were written by the client.
+        Of a prompt of token ids: all with `skip_special_tokens`, else 0. Of a string: 1 if the server puts the
+        begin-of-text token before it, else 0, because the client wrote the names of special tokens in the string.
         """
         if not isinstance(prompt, str):
             return len(prompt) if request.value("skip_special_tokens") else 0
@@ -299,7 +299,7 @@ class RequestProcessor:
             )
 
     def parsing_special(self, asked: bool | None) -> Self:
-        """Return a processor with a request's value of `parse_special`; this processor if the value is None."""
+        """Return a request processor with this value of `parse_special`; this processor if the value is None."""
         return self if asked is None else dataclasses.replace(self, parse_special=asked)
 
     def encode(self, text: str, *, begin: bool = True, param: str = "prompt") -> list[int]:

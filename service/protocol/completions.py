@@ -153,7 +153,7 @@ class GenerationRequest(SamplingRequest):
 
     @property
     def output_constraint(self) -> OutputConstraint | None:
-        """Output format of completions; None: any text. Raises InvalidRequest for two formats, or an invalid one."""
+        """Output format of completions; None: any text. Raises InvalidRequest if it is invalid, or given twice."""
         wanted = None if self.response_format is None else self.response_format.constraint()
         given = sorted(GUIDED.keys() & self.__pydantic_fields_set__)
         guided = {name: value for name in given if (value := getattr(self, name)) is not None}
@@ -179,7 +179,7 @@ class GenerationRequest(SamplingRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Number of most likely tokens to list per completion token; 0: only its own logprob; None: no logprobs."""
+        """Number of most likely tokens to list per completion token; 0: only the token itself; None: no logprobs."""
         return None
 
     @property

@@ -40,7 +40,7 @@ class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
 
 
 class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
-    """Rejection of a prompt too long for the model's context with its completion, or for attention inspection."""
+    """Rejection of a prompt that does not fit the context with its completion, or exceeds the inspection limit."""
 
 
 class Unauthorized(ApiError, status=401, type="invalid_request_error", code="invalid_api_key"):

@@ -34,7 +34,7 @@ class LogprobFormat:
         return list(self.tokenizer.token_bytes(token_id) or name) or None
 
     def top(self, entry: TokenLogprob) -> Iterator[tuple[int, float]]:
-        """Return the ids and logprobs, at least -9999, of the `num_top` most likely tokens of a position."""
+        """Return the ids and logprobs (-9999 at the lowest) of the `num_top` most likely tokens at a position."""
         return ((token_id, max(value, _IMPOSSIBLE)) for token_id, value in entry.top[: self.num_top])
 
 
@@ -50,10 +50,10 @@ class LogprobWriter:
     def write(
         self, entries: Sequence[TokenLogprob], *, prompt: Sequence[TokenLogprob] = (), num_hidden: int = 0
     ) -> responses.Logprobs:
-        """Return the logprobs of a completion's next tokens, and before them those of the tokens in `prompt`.
+        """Return the logprobs of the tokens in `prompt`, followed by those of the completion's next tokens.
 
         An incomplete character at the end of the prompt stays incomplete, whatever the completion begins with.
-        `num_hidden`: number of first prompt tokens among which special tokens have no text, see `prompt_text`.
+        `num_hidden`: number of tokens at the start of `prompt` whose special tokens have no text, see `prompt_text`.
         """
         written = responses.Logprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         if prompt:
@@ -66,7 +66,10 @@ class LogprobWriter:
         return written
 
     def _begin(self, visible_token_ids: frozenset[int]) -> None:
-        """Begin a run of tokens, in which `visible_token_ids` add their names. No character spans two runs."""
+        """Begin a run of tokens.
+
+        The special tokens `visible_token_ids` add their names. No character spans two runs.
+        """
         self._num_characters += len(self._decoder.flush())
         self._visible_token_ids = visible_token_ids
         self._decoder = StreamDecoder(self._format.tokenizer, visible_token_ids)

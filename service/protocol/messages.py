@@ -55,7 +55,7 @@ class PlacedBlock:
         self.block = block
 
     def get(self, name: str) -> Any:
-        """Return a field of the block. Raises InvalidRequest if it is missing."""
+        """Return a field of the content block. Raises InvalidRequest if it is missing."""
         if (value := getattr(self.block, name)) is None:
             raise InvalidRequest(f"{self.place}.{name} is required", param=f"{self.place}.{name}")
         return value
@@ -138,7 +138,7 @@ class MessagesToolChoice(RequestModel):
 
 
 class ThinkingConfig(RequestModel):
-    """Field `thinking`. `disabled`: no reasoning; `budget_tokens`: its maximum tokens; display `omitted`: hide it."""
+    """Field `thinking`: reasoning. `disabled`: none; `budget_tokens`: maximum tokens; display `omitted`: hide it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Count | None = None

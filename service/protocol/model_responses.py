@@ -81,7 +81,10 @@ class ResponseUsage(msgspec.Struct, kw_only=True):
 
 
 class ResponseFailure(msgspec.Struct, kw_only=True):
-    """Error that ended a response of `/v1/responses`. `code` is one of OpenAI's codes, not that of error responses."""
+    """Error that ended a response of `/v1/responses`.
+
+    `code`: one of OpenAI's codes for this field, which error responses do not use.
+    """
 
     code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str

@@ -98,7 +98,7 @@ class StructuredOutputs(RequestModel):
 
 
 def guided_constraint(param: str, content: Any) -> OutputConstraint:
-    """Return the output constraint of the field `param`, a key of `GUIDED`. Raises InvalidRequest for a bad schema."""
+    """Return the output constraint of an older field of vLLM, `param`. Raises InvalidRequest for a bad schema."""
     kind = GUIDED[param]
     return OutputConstraint(kind, _checked_schema(content, param) if kind == "json" else content, param)
 

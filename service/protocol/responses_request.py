@@ -336,7 +336,7 @@ class ResponsesRequest(SamplingRequest):
     thinking_token_budget: Count | None = None
 
     def check_fields(self) -> None:
-        """Raise InvalidRequest for a background response that is not stored."""
+        """Raise InvalidRequest if `background` is true, and `store` is false."""
         if self.background and self.store is False:
             raise InvalidRequest("background needs store: true; leave out store, or background", param="background")
 
@@ -383,7 +383,7 @@ class ResponsesRequest(SamplingRequest):
         return chat
 
     def echo(self) -> dict[str, Any]:
-        """Return the fields that a response repeats, except `store`, by name.
+        """Return the request's fields that the response repeats, except `store`, by name.
 
         Absent values become OpenAI's defaults, except that an absent `temperature` or `top_p` stays None.
         """

@@ -24,7 +24,7 @@ class ServedAdapter:
 
 
 def loading_bytes(sizes: Collection[int]) -> int:
-    """Return the memory in which a worker loads adapters of these sizes (`ServedAdapter.num_bytes`), one by one.
+    """Return the peak memory, in bytes, for loading adapters of these sizes (`ServedAdapter.num_bytes`) one by one.
 
     While an adapter is loaded, its file and its packed copy are in memory too.
     """
@@ -34,8 +34,8 @@ def loading_bytes(sizes: Collection[int]) -> int:
 class AdapterRegistry:
     """Adapters by name, and the number of unfinished requests by adapter key. Only the API process changes it.
 
-    An adapter whose names were removed stays loaded until the last request that uses it ends. Methods that return
-    commands leave it to the caller to send them to the worker, which handles them in order and does not answer.
+    An adapter whose names were removed stays loaded until the last request that uses it ends. Some methods return
+    commands, which the caller must send to the worker. The worker handles commands in order and does not answer.
     """
 
     def __init__(self, adapters: Iterable[ServedAdapter] = ()) -> None:

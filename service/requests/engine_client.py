@@ -132,7 +132,7 @@ class EngineClient:
                 send()
 
     def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Let later requests use an adapter. Make the worker load it, unless it is loaded under another name."""
+        """Let later requests use an adapter. The worker loads it, unless it is loaded under another name."""
         self._send_any(self.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> None:
@@ -140,7 +140,7 @@ class EngineClient:
         self._send_any(self.adapters.remove(name))
 
     def adapter_names(self, *, has_started: bool) -> list[str]:
-        """Return the names of the adapters of unfinished requests: of those with a token (`has_started`) or without."""
+        """Return the names of adapters that unfinished requests use: requests with a token, or else without one."""
         requests = (request for request in self._requests if request.adapter and request.has_started == has_started)
         return self.adapters.names(request.adapter for request in requests)
 
@@ -209,7 +209,7 @@ class EngineClient:
         return request
 
     def _replay(self, ready: WorkerReady) -> None:
-        """Send a new worker the adapters and, unless it is the first (epoch 0), the unfinished requests.
+        """Send a new worker the adapters, and the unfinished requests unless it is the first worker (epoch 0).
 
         A poison request fails instead.
         """
@@ -237,7 +237,7 @@ class EngineClient:
         self._release(again)
 
     def _release(self, uids: Iterable[str] = ()) -> None:
-        """Of the choices `uids` and the held choices, send to the worker those that the poison detector releases."""
+        """Hold the choices `uids`. Send to the worker the held choices that the poison detector releases."""
         if released := self._detector.release(uids):
             self.send([self._choices[uid][1].submit for uid in released])
 

@@ -28,7 +28,7 @@ MAX_BACKLOG: Final = 8192
 class Choice:
     """One completion of a request: the `index`th of the response, for the `prompt_index`th prompt.
 
-    num_hidden_prompt_tokens: number of first prompt tokens among which special tokens add no text to `prompt_text`.
+    num_hidden_prompt_tokens: number of tokens at the prompt's start whose special tokens `prompt_text` leaves out.
 
     prompt_logprobs: one list, shared by all samples of a prompt. The first sample fills the list before the first token
         of another sample, because the engine serves equal priorities in arrival order.
@@ -220,7 +220,7 @@ class InflightQuery:
 
     @property
     def has_started(self) -> bool:
-        """True if the query has ended in any way. A query has no tokens, so it counts as waiting until its answer."""
+        """True if the query has ended in any way. A query has no first token, so it counts as waiting until it ends."""
         return self.answer.done()
 
     def set_answer(self, result: AttentionResult) -> None:

@@ -26,7 +26,10 @@ class PoisonRequestDetector:
         return not (self._running or self._strikes or self._held)
 
     def release(self, uids: Iterable[str] = ()) -> list[str]:
-        """Hold `uids`. Return the held requests to send now: none in a trial, else one suspect to try, else all."""
+        """Add `uids` to the held requests. Remove and return those that the worker may get now.
+
+        During a trial, these are none. Otherwise they are one suspect, whose trial begins; without suspects, all.
+        """
         self._held.update(dict.fromkeys(uids))
         if self._on_trial is not None:
             return []

@@ -126,7 +126,7 @@ class BufferedResponse:
         return b"".join(sent)
 
     def abandon(self) -> None:
-        """Stop the generation, as if the client had disconnected, and report tokens that no client read as waste."""
+        """Stop the generation, as if the client had disconnected. Count tokens that no client has read as wasted."""
         if self.is_finished and not self._abandoned.is_set():
             self._waste(self._num_tokens - self._num_read_tokens)
         self._abandoned.set()
@@ -180,7 +180,7 @@ class BufferedResponse:
 
 
 class BufferedResponseReplay(Response):
-    """ASGI response that sends a buffered response to one connection, from its part (SSE event) number `start` on."""
+    """ASGI response that sends a buffered response to one connection, from part (SSE event) number `start` on."""
 
     def __init__(self, buffered: BufferedResponse, *, start: int = 0, is_again: bool = True) -> None:
         self.status_code = 200

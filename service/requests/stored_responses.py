@@ -55,17 +55,17 @@ class StoredResponse:
         return self._body if self._snapshot is None else self._snapshot()
 
     def begin(self, response_id: str, snapshot: Snapshot) -> None:
-        """Set the response's id and the function that reads the response until it ends."""
+        """Set the response's id, and the function that returns its JSON until it ends."""
         self.id, self._snapshot = response_id, snapshot
 
     def end(self, body: bytes) -> None:
-        """Keep the JSON of the ended response. A second end, such as of a cancelled response, changes nothing."""
+        """Store the JSON of the ended response. A second call, as for a cancelled response, changes nothing."""
         if not self._body:
             self._body, self._snapshot, self.ended_seconds = body, None, time.monotonic()
             self._keep(self)
 
     def fail(self, error: Exception) -> None:
-        """Keep the response as failed with an error, unless it has ended, or `begin` was not called. Sends nothing."""
+        """Store the response as failed, unless it has ended or `begin` was not called. Nothing is sent to clients."""
         if self._snapshot is not None:
             self.end(self._snapshot(error=error if isinstance(error, ApiError) else ApiError("internal error")))
 

@@ -23,15 +23,15 @@ _ROOT: Final = str(Path(__file__).parents[2])
 
 
 class ProcessEnded(Exception):
-    """The child process ended before it replied to a command, most likely at one of its resource limits."""
+    """Error if the child process ended before it replied to a command, most likely at a resource limit."""
 
 
 class ProcessKilled(ProcessEnded):
-    """The child process was killed by SIGKILL, at the reply timeout or from outside, and not by its resource limits."""
+    """Error if SIGKILL ended the child process: at the reply timeout or from outside, not by its resource limits."""
 
 
 class ProcessNotStarted(ProcessEnded):
-    """The child process ended before it was ready for commands."""
+    """Error if the child process ended before it was ready for commands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

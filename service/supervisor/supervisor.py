@@ -39,7 +39,7 @@ TRACE_FLUSH_SECONDS = 2.0  # limit for sending the remaining spans, after the co
 
 
 class StartError(RuntimeError):
-    """The service cannot start. The message is one line, or empty if the worker has printed the reason.
+    """Error if the service cannot start. The message is one line, or empty if the worker has printed the reason.
 
     `exit_code` is the exit code of the command: 2 if a setting cannot be used, else 1.
     """

@@ -97,7 +97,7 @@ class WorkerProcess:
         return None
 
     def kill(self) -> None:
-        """Kill the worker process and its child processes, such as compilers, which are one process group."""
+        """Kill the process group of the worker process: the worker and its child processes, such as compilers."""
         self._read_report()
         if self._pid is not None and not self._is_reaped:
             with suppress(ProcessLookupError):

@@ -38,7 +38,7 @@ class CollectorExporter(SpanExporter):
         self._next_warning_seconds = 0.0
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Send spans to the collector, and return the result. The SDK calls this in its thread."""
+        """Send spans to the collector, and return the result. OpenTelemetry's SDK calls this in its thread."""
         result = self._exporter.export(spans)
         if result is not SpanExportResult.SUCCESS and monotonic() >= self._next_warning_seconds:
             self._next_warning_seconds = monotonic() + _WARNING_SECONDS

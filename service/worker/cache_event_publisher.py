@@ -12,14 +12,14 @@ from service.engine.scheduling.cache_events import CacheEvent
 from service.ipc.shared_state import name_thread
 
 _NUM_KEPT = 10_000  # batches that a subscriber can ask for again
-_MAX_QUEUED = 100_000  # batches waiting for a slow subscriber, which loses further ones and can ask for them
-# Subscribers of a worker that has died connect to its successor every 0.1 s. What is sent before is lost to them.
+_MAX_QUEUED = 100_000  # batches waiting for a slow subscriber; it misses further batches, and can ask for them
+# Subscribers of a dead worker try to connect to its replacement every 0.1 s. They miss what is sent before.
 _CONNECT_SECONDS = 0.5
 _END = (-1).to_bytes(8, "big", signed=True)  # sequence number of the last reply
 
 
 class CacheEventPublisher:
-    """Publishes batches of events to all subscribers, and repeats the last batches on request.
+    """Publisher of batches of events to all subscribers. Repeats the last batches on request.
 
     A published message has three frames: the topic; the batch's sequence number, 8 bytes, big-endian, from 0 on; and in
     MessagePack the array [time in seconds, events, 0].
@@ -61,13 +61,13 @@ class CacheEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[CacheEvent]) -> None:
-        """Send a batch of events, unless it is empty."""
+        """Send a batch of events to all subscribers, unless it is empty."""
         if events:
             published_at = time.time()
             self._outbox.send(self._encode((published_at, events, 0)))
 
     def close(self) -> None:
-        """Close the addresses, once all batches are sent."""
+        """Close the publisher's sockets, once all batches are sent."""
         self._outbox.send(b"")
         self._thread.join()
         self._outbox.close()

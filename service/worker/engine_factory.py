@@ -55,7 +55,7 @@ _PREFIX_CACHE_SHARE = 0.5
 _USUAL_LENGTH = 8192
 # Largest share of free memory for the KV-cache, used if one full context needs more than half.
 _MOST_OF_MEMORY = 0.8
-# A matrix whose stored tensors have more bytes a weight has 8 bits a weight when it is served.
+# A matrix stored with more bytes a weight than this is served with 8 bits a weight.
 _LEAST_8_BIT_BYTES = 0.75
 # Dtypes by their names in safetensors files, and by their names in settings.
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}

@@ -23,10 +23,10 @@ def find_fallbacks(
     device: str,
     missing_kernels: str,
 ) -> tuple[str, ...]:
-    """Return a text for each faster path that is not available: its name and the reason. Settings are no reasons.
+    """Return name and reason of each faster path that is not available, except those that settings switch off.
 
     missing_kernels: reason why a CPU has no native kernels; empty if the kernels are loaded or not wanted.
-    Raises `SettingsError` if there is a text and the setting `require_fast_path` is on.
+    Raises `SettingsError` if a faster path is not available, and the setting `require_fast_path` is on.
     """
     found = tuple(
         _on_gpu(settings, attending, quantization)
@@ -34,7 +34,7 @@ def find_fallbacks(
         else _on_cpu(settings, config, dtype, missing_kernels)
     )
     if found and settings.require_fast_path:
-        raise SettingsError(f"--require-fast-path: not available: {'; '.join(found)}; change this, or omit the flag")
+        raise SettingsError(f"--require-fast-path: missing: {'; '.join(found)}; provide these, or omit the flag")
     return found
 
 

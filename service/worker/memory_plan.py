@@ -1,8 +1,8 @@
 """Memory that a server on a CPU needs besides the KV-cache. This module does not import torch.
 
 The processes of a server share one memory limit, so the first worker plans for all processes. Memory in use after its
-imports is measured. To this the plan adds weights, the LoRA adapters of --lora, the largest step, the KV-cache of one
-context of at most 1,024 tokens, the API process, and a standby worker as large as the worker's imports.
+imports is measured. The plan adds weights, LoRA adapters of --lora, the largest step, KV-cache for one context of at
+most 1,024 tokens, the API process, and a standby worker as large as the worker's imports.
 """
 
 import logging

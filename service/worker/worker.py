@@ -199,7 +199,7 @@ class Worker:
         self._serve(engine, ready, after_step)
 
     def _publish_cache_events(self, engine: "Engine") -> Callable[[], None]:
-        """Begin to publish the changes of the prefix cache. Return the function that publishes those of a step."""
+        """Begin to publish the changes of the prefix cache. Return a function that publishes those of one step."""
         settings = self.settings
         assert settings.kv_events_endpoint is not None
         try:

@@ -227,7 +227,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
             "y": 2,
             "mlp_bias": True,
         },
-        "enable_moe_block=True: a mix.*; attention_k_eq_v=True: keys .*; x=1, y=2: unknown key; .*; mlp_bias=True: not",
+        "enable_moe_block=True: a mix.*; attention_k_eq_v=True: .*; x=1, y=2: unknown key; .*; mlp_bias=True: not",
     ),
     "activation": ({"hidden_act": "relu2"}, "hidden_act='relu2': supported are silu"),
     "activation of gpt2": (
@@ -282,7 +282,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "keys as values in gemma4": (
         {"model_type": "gemma4", "text_config": {"attention_k_eq_v": True}},
-        "text_config.attention_k_eq_v=True: keys as values are not implemented",
+        "text_config.attention_k_eq_v=True: values that equal the keys are not implemented",
     ),
     "all tokens of gemma4": (
         {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},

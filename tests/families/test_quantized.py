@@ -368,7 +368,7 @@ def test_a_quantized_model_of_a_transposed_family_is_rejected(tmp_path: Path) ->
     CASES["gpt2"].build().save_pretrained(tmp_path)
     values = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": FORMS["awq 32"].config}))
-    with pytest.raises(CheckpointError, match="quantized gpt2 models are not supported; use the checkpoint before"):
+    with pytest.raises(CheckpointError, match="quantized gpt2 models are not supported; use the unquantized"):
         read_manifest(tmp_path)
 
 

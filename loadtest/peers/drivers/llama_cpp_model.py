@@ -1,8 +1,8 @@
 """Converter of Kvasir's export to GGUF: `python -m loadtest.peers.drivers.llama_cpp_model DIR OUT.gguf [TYPE]`.
 
 The file is written by llama.cpp's gguf package, because llama.cpp's converter rejects the tokenizer of the random
-weights. TYPE is the type of the matrices: F32 (the default), F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1. GGUF names the
-pattern that splits texts before tokenization; the nearest name is written, so numbers may get other tokens.
+weights. TYPE is the type of the matrices: F32 (the default), F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0 or Q5_1. A GGUF file
+names its split pattern. The name of the most similar pattern is written, so numbers may become other tokens.
 Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 

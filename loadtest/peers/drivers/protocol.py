@@ -17,7 +17,7 @@ Prompts = list[list[int]]
 
 
 class Wave(NamedTuple):
-    """Times of one request, whose prompts run together.
+    """Times of one request to a driver, whose prompts run together.
 
     first_seconds: time until every sequence had its first token. total_seconds: time until every sequence had ended.
     later_tokens: tokens of all sequences between these two times.

@@ -25,7 +25,7 @@ _MAX_REFERENCES = 100
 
 @dataclass(frozen=True, slots=True)
 class ArgumentSchemas:
-    """Reader of the schemas of a tool's arguments.
+    """Reader of the JSON Schemas of a tool's arguments.
 
     format_name: name of the tool format that is to enforce the schemas, for errors about what it cannot enforce.
     tool: tool whose `parameters` are the root that each `$ref` refers to.
@@ -49,21 +49,21 @@ class ArgumentSchemas:
                 yield str(name), schema.get("additionalProperties", True), True
 
     def read(self, schema: Mapping[str, Any], key: str, default: Any) -> Any:
-        """Return a keyword's value, `default` if absent. Raises GrammarError for another type than the default's."""
+        """Return a schema keyword's value, else `default`. Raises GrammarError unless it has the default's type."""
         value = schema.get(key, default)
         if not isinstance(value, type(default)):
             raise GrammarError(f"{key} has the wrong type {type(value).__name__}; see the JSON Schema specification")
         return value
 
     def check_keywords(self, schema: Mapping[str, Any], *known: str) -> None:
-        """Raise GrammarError for a keyword that constrains values and is not in `known`; never for a lenient tool."""
+        """Raise GrammarError for a keyword that constrains values and is not in `known`, unless the tool is lenient."""
         if self.tool.lenient:
             return
         if found := next((key for key in schema if key not in known and key not in _ANNOTATIONS), None):
             raise self.error(f"the keyword {found!r} here", "remove the keyword")
 
     def resolve(self, schema: Any) -> Any:
-        """Return a schema with the `$ref` at its top replaced by the schema that it refers to.
+        """Return a JSON Schema with the `$ref` at its top replaced by the schema that it refers to.
 
         Other keywords beside the `$ref` stay. Raises GrammarError for a reference to no schema, or to itself.
         """
@@ -91,5 +91,5 @@ class ArgumentSchemas:
         return {**definitions, **schema}
 
     def error(self, fact: str, remedy: str) -> GrammarError:
-        """Return an error of one line: the format cannot enforce `fact`, and the remedy."""
+        """Return a one-line GrammarError: the tool format cannot enforce `fact`, and the remedy."""
         return GrammarError(f"{fact} cannot be enforced in the {self.format_name} format; {remedy}")

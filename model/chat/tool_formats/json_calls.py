@@ -25,7 +25,7 @@ class JsonEnd:
         return self._in_string and not self._is_escaped and '"' not in text and "\\" not in text
 
     def find(self, text: str) -> int | None:
-        """Search the next text; return the position after the value's last character. None: the value goes on."""
+        """Search the next text. Return the position after the JSON value's last character, None if it goes on."""
         start = 0
         if self._is_escaped and text:
             self._is_escaped, start = False, 1
@@ -50,7 +50,7 @@ class JsonEnd:
 
 @dataclass(frozen=True, kw_only=True)
 class JsonCalls(ToolFormat):
-    """Format whose call is `before_name`, the name, `after_name`, the arguments in JSON, and `after_arguments`.
+    """Tool format whose call is `before_name`, the name, `after_name`, the arguments in JSON, and `after_arguments`.
 
     before_id: with `id_length`, text between the name and an id that the model writes, which the parser ignores.
     """

@@ -25,7 +25,7 @@ _INSIDE_STRING = re.compile(r'["\\]')
 
 @dataclass(frozen=True, kw_only=True)
 class PythonCalls(ToolFormat):
-    """Format whose call is a Python function call with keyword arguments, in the order of the schema."""
+    """Tool format whose call is a Python function call with keyword arguments, in the order of the schema."""
 
     separator: str = ", "
 
@@ -62,7 +62,7 @@ class _Literals:
     _known: dict[str, str | None] = field(default_factory=dict)  # by reference; None: the reference is in progress
 
     def value(self, schema: Any) -> str:
-        """Return the expression of the values that a schema allows. Raises GrammarError if it cannot be enforced."""
+        """Return the Lark expression of a schema's values. Raises GrammarError if the schema cannot be enforced."""
         if not isinstance(schema, Mapping) or "$ref" not in schema:
             return self._value(schema)
         self.schemas.check_keywords(schema, "$ref")
@@ -106,7 +106,7 @@ class _Literals:
         raise self.schemas.error(f"the type {str(kind)[:50]!r}", "replace it with a type of JSON Schema")
 
     def _any_value(self, fact: str = "", remedy: str = "") -> str:
-        """Return the expression of any value, in place of a schema that has no keywords or cannot be enforced.
+        """Return the Lark expression of any value, for a schema that has no keywords or cannot be enforced.
 
         fact: reason why the schema cannot be enforced. Raises GrammarError with it, unless the tool is lenient.
         """
@@ -144,7 +144,7 @@ class _Literals:
         return f'"{{" ({pair} (", " {pair})*)? "}}"'
 
     def pairs(self, schema: Mapping[str, Any], *, is_call: bool) -> str:
-        """Return the expression of the pairs that an object schema allows: in a call `key=value`, else `key: value`."""
+        """Return the Lark expression of an object schema's pairs: in a call `key=value`, else `key: value`."""
         # Built from the last pair to the first. Both are the remaining pairs: `after` with a comma before each pair,
         # `first` without the first comma.
         after, first = '""', '""'

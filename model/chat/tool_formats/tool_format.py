@@ -48,13 +48,13 @@ class CallParser(ABC):
     def push(self, text: str) -> list[Part]:
         """Add the next text; return the new parts: calls, and pieces of their arguments.
 
-        However the text is cut, all calls have the same names and the same joined arguments.
+        However the text is cut into pieces, the result has the same names of calls and the same joined arguments.
         """
 
     def passes(self, text: str) -> bool:
-        """Return True only if `push` would return this text, which is not empty, as one piece of arguments.
+        """Return True if `push` would return exactly this text, as one piece of arguments.
 
-        The caller may then skip `push`. False: `push` must decide.
+        A fast path: after True the caller skips `push`. `text` is not empty. False is always a safe result.
         """
         return False
 
@@ -64,10 +64,10 @@ class CallParser(ABC):
 
 
 class SteppedCallParser(CallParser):
-    """Call parser with a method for each state. `_step` is the method of the current state, first `_begin_call`.
+    """Call parser as a state machine: `_step` is the method of the current state, at first `_begin_call`.
 
-    The method moves held text to the list of parts that it gets, and may set the next state. It returns False if it
-    needs more text.
+    A state method moves held text to the list of parts in its argument, and may set the next state. It returns False if
+    it needs more text.
     """
 
     def __init__(self) -> None:
@@ -120,13 +120,13 @@ class ToolFormat(ABC):
         """
 
     def calls(self, tools: Sequence[ToolSchema], document: LarkDocument, *, is_parallel: bool) -> str:
-        """Return the Lark expression of all text after the opening: one call, or with `is_parallel` one or more."""
+        """Return the Lark expression of the text after `opening`: one call, or with `is_parallel` one or more."""
         call = document.rule(" | ".join(self.call(tool, document) for tool in tools))
         more = f"({document.literal(self.separator)} {call})*" if is_parallel else ""
         return f"{call} {more} {document.literal(self.closing)}"
 
     def auto(self, document: LarkDocument, calls: str) -> str:
-        """Return the Lark expression of a completion that may call: text without a call, or text, opening and calls.
+        """Return the Lark expression of a completion in which calls are optional: text alone, or text, opening, calls.
 
         calls: expression that `calls` returned.
         """

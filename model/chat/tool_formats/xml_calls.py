@@ -34,9 +34,9 @@ class _Kind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class XmlCalls(ToolFormat):
-    """Format whose call is `before_name`, the name, `after_name`, arguments in the schema's order, `after_arguments`.
+    """Tool format whose call is `before_name`, the name, `after_name`, the arguments and `after_arguments`.
 
-    An argument is `before_key`, its name, `after_key`, its value and `after_value`.
+    Arguments are in the schema's order. Each is `before_key`, its name, `after_key`, its value and `after_value`.
     """
 
     before_name: str
@@ -164,7 +164,7 @@ class _XmlCallParser(SteppedCallParser):
         return self._kind is _Kind.JSON or (text.isprintable() and '"' not in text and "\\" not in text)
 
     def _between(self, before: str, after: str) -> str | None:
-        """Return the held text between `before`, at its beginning, and `after`, and remove all three from it.
+        """Return the text between `before` and `after`, if the held text begins with `before`. Remove all three.
 
         None: the held text does not begin with `before`, or does not contain `after` yet.
         """

@@ -31,9 +31,7 @@ def export_checkpoint(directory: Path, out: Path) -> Manifest:
     manifest = read_manifest(directory)
     tokenizer = manifest.verify()
     if manifest.quantization is not None:
-        raise CheckpointError(
-            f"{directory}: quantized matrices are not exported; export the checkpoint from before the quantization"
-        )
+        raise CheckpointError(f"{directory}: quantized matrices are not exported; export the unquantized checkpoint")
     family, values = hugging_face_config(manifest.config, manifest.family)
     defaults = read_json(directory / GENERATION_CONFIG_FILE, optional=True)
     ends = list(tokenizer.eos_token_ids)
@@ -79,7 +77,7 @@ class _Place(NamedTuple):
 
 
 def _family_places(config: ModelConfig, family: ModelFamily) -> dict[str, list[_Place]]:
-    """Return, by Hugging Face tensor name, the parts of Kvasir tensors that make it up: one, or one per expert."""
+    """Return the parts of Kvasir tensors that make up each Hugging Face tensor: one, or one per expert."""
     places: dict[str, list[_Place]] = {}
     for name, source in sources(config, family).items():
         for part, (stored, shape) in enumerate(source.shapes.items()):

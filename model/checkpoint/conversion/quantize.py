@@ -1,4 +1,6 @@
-"""Conversion of a checkpoint that is neither quantized nor a GGUF file to Kvasir's format with quantized matrices.
+"""Quantization of a checkpoint to Kvasir's format with int8 or int4 matrices.
+
+A checkpoint that is quantized already, or a GGUF file, is rejected.
 
 Legend: F outputs, I inputs of a matrix, W words of 8 codes.
 """
@@ -40,7 +42,7 @@ def quantize_checkpoint(directory: Path, out: Path, kind: str) -> Manifest:
     if manifest.quantization is not None:
         raise CheckpointError(
             f"{directory}: the matrices are quantized already ({manifest.quantization.text}); "
-            "give the checkpoint before its quantization"
+            "give the unquantized checkpoint"
         )
     stored = {header.dtype for place in manifest.placements.values() for header in place.parts}
     dtype = DTYPES[stored.pop()] if len(stored) == 1 else torch.float32

@@ -46,7 +46,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
 
 
 def _reject_other_layers(reader: ConfigReader) -> None:
-    """Note keys of layers as in Falcon 40B, 180B and Falcon 2 11B, and positions as in Falcon RW.
+    """Reject, by `reader.note`, layers as in Falcon 40B, 180B and Falcon 2 11B, and positions as in Falcon RW.
 
     Layers with a residual after the norm are rejected too. Falcon 40B has k and v between groups of q. Falcon RW's
     ALiBi biases are rounded to bfloat16 at each key's position, so the bias of a distance depends on the position.

@@ -33,8 +33,8 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
 def _read_rope(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
     """Return the ModelConfig fields of the rotary embedding.
 
-    With an `alpha`, the base is multiplied by a power of `alpha`, and other scaling keys are ignored. Raises ValueError
-    for an `alpha` in a scaling of another type than "dynamic", or with heads of fewer than 4 dimensions.
+    With the key `alpha` in rope_scaling, the base is multiplied by a power of `alpha`, and other scaling keys are
+    ignored. Raises ValueError if `alpha` is used with a type other than "dynamic", or heads of fewer than 4 dimensions.
     """
     inner, own = split_rope(reader, ("alpha",))
     alpha = own.get("alpha")

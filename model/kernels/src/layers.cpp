@@ -73,7 +73,7 @@ struct Rows {
     float* additions;  // of the adapters to the results of a matrix, outputs numbers a row
 };
 
-// Matrix of a layer, by which a row's adapter is asked for its addition.
+// Matrix of a layer. Selects the adapters' additions to it.
 struct Adapted {
     int64_t layer;
     LowRank LayerAdapter::*matrix;

@@ -7,7 +7,7 @@
 
 namespace kvasir {
 
-// Calls work with an object of the type that a matrix of these numbers has.
+// Calls work with an object of the matrix type that stores these numbers.
 template <typename Work>
 void with_strips(Numbers numbers, const Work& work) {
     switch (numbers) {

@@ -52,7 +52,7 @@ class LinearAdapters:
         return key in self._adapters
 
     def pack(self, adapter: Adapter) -> Callable[[], None]:
-        """Move an adapter to the device, in any thread. Return the function by which the step thread adds it."""
+        """Move an adapter to the device; any thread may. Return a function that adds it, for the engine thread."""
         matrices = {
             name: (torch.from_numpy(low.down_RI).to(self._device), torch.from_numpy(low.up_FR).to(self._device))
             for name, low in adapter.matrices.items()

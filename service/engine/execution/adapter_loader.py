@@ -54,7 +54,7 @@ class AdapterLoader:
     def hold(self, submit: Submit) -> bool:
         """Hold a submission until its adapter is loaded, and return True; False if the submission need not wait.
 
-        A submission is dropped, also with True, if a newer or equal attempt of its uid is held already.
+        If an equal or newer attempt of its uid is held already, drop the submission, and return True.
         """
         if submit.adapter not in self._directories or submit.adapter in self._adapters:
             return False

@@ -142,7 +142,7 @@ class Grammars:
         return matcher.is_stopped() or self._can_only_end(sequence, matcher)
 
     def _can_only_end(self, sequence: SequenceState, matcher: LLMatcher) -> bool:
-        """Return True if only an end-of-text token may follow, and the sequence must not or cannot sample one now."""
+        """Return True if the grammar allows only end-of-text tokens, which the sequence may not sample now."""
         params = sequence.params
         can_sample_eos = self._eos_token_ids and not params.ignore_eos
         if (can_sample_eos and sequence.num_completion_tokens >= params.min_tokens) or not matcher.is_accepting():

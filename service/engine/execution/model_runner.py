@@ -42,7 +42,7 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class ModelRunner:
-    """Runs a transformer's forward passes over a paged KV-cache of `num_blocks` blocks and a scratch block for padding.
+    """Runner of a transformer's forward passes over a KV-cache of `num_blocks` blocks and a scratch block for padding.
 
     vocab_size: only token ids below `vocab_size` are sampled. Embedding matrices are often padded beyond the
         tokenizer's vocabulary, and the ids of the padding have no text.
@@ -261,7 +261,7 @@ def _sample(logits_RV: Tensor, inputs: ModelInputs, kernels: KernelLibrary | Non
 def _sampled_logprobs(
     logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
 ) -> list[TokenLogprob | None]:
-    """Return the logprob of each sampled token; None if its request asks for no logprobs, or no token was sampled."""
+    """Return each row's logprob of the sampled token; None without a token, or if its request wants no logprobs."""
     asked = {row: token_ids[row] for row, param in enumerate(params) if param.logprobs is not None}
     entries: list[TokenLogprob | None] = [None] * len(params)
     known = {row: token_id for row, token_id in asked.items() if token_id is not None}

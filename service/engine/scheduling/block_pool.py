@@ -16,8 +16,9 @@ from service.engine.scheduling.cache_events import CacheLog
 def root_hash(salt: str, namespace: str = "", adapter: str = "") -> bytes:
     """Return the parent hash of a sequence's first block: 16 bytes, or empty without salt, namespace and adapter.
 
-    No salt can yield the hash of a block, of another namespace or of another adapter: BLAKE2b's personalization
-    separates these hashes from those of `block_hash`, and no namespace or adapter contains the NUL after it.
+    No salt that a client chooses can produce the hash of a block, or the root hash of a different namespace or adapter.
+    BLAKE2b's personalization separates root hashes from block hashes. Adapter and namespace end at a NUL, which neither
+    contains.
     """
     if not salt and not namespace and not adapter:
         return b""

@@ -12,10 +12,10 @@ _MEDIUM = "GPU"  # where the engine's own cache is; vLLM writes this on a CPU, t
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A run of adjacent blocks of one sequence can be found in the prefix cache.
+    """Event: adjacent blocks of one sequence have entered the prefix cache.
 
-    parent_block_hash: hash of the block before the run; None: the run begins with the first token.
-    token_ids: the tokens of all blocks of the run.
+    parent_block_hash: hash of the block before the first one; None: the first block begins the sequence.
+    token_ids: the tokens of all these blocks.
     """
 
     block_hashes: list[int]
@@ -28,27 +28,27 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Blocks have left the prefix cache."""
+    """Event: blocks have left the prefix cache."""
 
     block_hashes: list[int]
     medium: str = _MEDIUM
 
 
 class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The prefix cache is empty."""
+    """Event: the prefix cache has been cleared."""
 
 
 CacheEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class CacheLog:
-    """Record of the changes of a prefix cache since the last `take`."""
+    """Log of the changes of a prefix cache since the last `take`."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
 
     def store(self, hashes: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int]) -> None:
-        """Record that the blocks of a run, with these hashes and tokens, were added to the prefix cache."""
+        """Record that adjacent blocks of a sequence, with these hashes and tokens, entered the prefix cache."""
         self._events.append(
             BlockStored(
                 [external_hash(content) for content in hashes],
@@ -67,7 +67,7 @@ class CacheLog:
         self._events = [AllBlocksCleared()]
 
     def take(self) -> list[CacheEvent]:
-        """Return the changes since the last call, in order."""
+        """Return the changes of the prefix cache since the last call, in order."""
         events, self._events = self._events, []
         return events
 

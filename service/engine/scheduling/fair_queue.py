@@ -3,8 +3,9 @@
 A tenant is an API key, or a client address without keys. A counter holds the tokens computed for each tenant that has
 waiting sequences. A tenant that joins the queue starts at no less than the lowest counter of the waiting tenants, so
 that idle time earns no credit. (Virtual token counters: Sheng et al. 2024, "Fairness in Serving Large Language Models",
-OSDI, arXiv 2401.00588.) While two tenants both have waiting sequences, their served tokens differ by about the tokens
-of the running sequences at most, however many requests they send. The sequences of one tenant are sorted by rank.
+OSDI, arXiv 2401.00588.) While two tenants both have waiting sequences, their counters differ by at most about the
+tokens of the running sequences, even if one tenant sends far more requests. The sequences of one tenant are sorted by
+rank.
 """
 
 from bisect import bisect_left, insort

@@ -95,7 +95,7 @@ class RunningLimit:
         self._units = 0.0  # sequences plus `_FIXED_ROWS` of the same steps, each weighted by its decoded tokens
 
     def observe(self, seconds: float, *, num_sequences: int, num_decodes: int, num_tokens: int) -> None:
-        """Record a step, to adjust the limit.
+        """Record a step, to adjust the limit on running sequences.
 
         seconds: time since the commit of the previous step. num_sequences: sequences in the step, prefills included.
         num_tokens: tokens that the step's `num_decodes` decodes sampled: with speculative decoding also several each.

@@ -59,7 +59,7 @@ class EngineConfig:
 
 
 class SequenceUpdate(msgspec.Struct, frozen=True, eq=False):
-    """One sequence of a committed step: its computed chunk, and rows of its accepted tokens in the step's outputs."""
+    """One sequence of a committed step: its computed chunk, and its accepted tokens' rows in the step's outputs."""
 
     sequence: SequenceState
     chunk: Chunk
@@ -477,7 +477,8 @@ class Scheduler:
     def _admit(self) -> tuple[SequenceState, int] | None:
         """Admit the first waiting sequence, if enough KV blocks are free.
 
-        Return the sequence and the number of its tokens searched in the prefix cache, found or not; None: not admitted.
+        Return the sequence, and how many of its tokens were looked up in the prefix cache; None: no sequence was
+        admitted.
         """
         sequence = self._waiting.first()
         size = self._config.block_size

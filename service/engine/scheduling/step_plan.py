@@ -34,7 +34,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
 
     @property
     def num_known_tokens(self) -> int:
-        """Position after the chunk's last token, draft tokens excluded; a token sampled after it gets this position."""
+        """Position after the chunk's last token, without draft tokens: the position of the next sampled token."""
         return self.start + self.num_tokens - len(self.draft)
 
     @property

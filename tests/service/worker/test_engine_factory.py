@@ -97,7 +97,7 @@ def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
     assert record.getMessage() == (
         "a slower path is used, because a faster one is not available: native kernels: no C++ compiler"
     )
-    with pytest.raises(SettingsError, match="--require-fast-path: not available: native kernels: no C"):
+    with pytest.raises(SettingsError, match="--require-fast-path: missing: native kernels: no C"):
         build_engine(settings(stored.directory, require_fast_path=True), stored)
 
 

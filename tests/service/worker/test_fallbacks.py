@@ -75,5 +75,5 @@ def test_a_gpu_that_pytorch_does_not_find_is_a_fallback(monkeypatch: pytest.Monk
 
 def test_the_setting_refuses_a_fallback_and_names_it() -> None:
     assert found("cpu", require_fast_path=True) == ()
-    with pytest.raises(SettingsError, match="--require-fast-path: not available: native kernels: no C\\+\\+ compiler"):
+    with pytest.raises(SettingsError, match="--require-fast-path: missing: native kernels: no C\\+\\+ compiler"):
         found("cpu", missing_kernels="no C++ compiler", require_fast_path=True)

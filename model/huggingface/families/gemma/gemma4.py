@@ -31,7 +31,7 @@ _TOWER_KEYS = """
 
 def _read_gemma4(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     reader.check_off("enable_moe_block", "a mixture of experts is not implemented; use a dense model")
-    reader.check_off("attention_k_eq_v", "keys as values are not implemented; use a model without them")
+    reader.check_off("attention_k_eq_v", "values that equal the keys are not implemented; use another model")
     for key in _UNUSED_KEYS:
         reader.value(key)
     direction = reader.value("use_bidirectional_attention")

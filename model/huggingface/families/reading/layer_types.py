@@ -35,9 +35,9 @@ def read_layer_types(
 
 
 def split_rope(reader: ConfigReader, own: Collection[str]) -> tuple[ConfigReader, dict[str, Any]]:
-    """Split the settings of the rotary embedding: return a reader of the usual keys, and a dict of the family's `own`.
+    """Split the rotary embedding's settings: return a reader of the usual keys, and a dict of the family's `own` keys.
 
-    An own key with the value null, 0 or false is in neither of the two.
+    An own key with the value null, 0 or false is dropped.
     """
     values: dict[str, Any] = {"rope_theta": reader.value("rope_theta")}
     found: dict[str, Any] = {}
@@ -64,8 +64,8 @@ def read_two_ropes(
 
     Args:
         positions: the model's context length.
-        old_keys: keys of each embedding in old files, first that of its base. New files have `rope_parameters` by kind
-            of layer.
+        old_keys: keys of each embedding in old files, the key of its base first. In new files `rope_parameters` has an
+            object for each kind of layer.
         thetas: default base of each embedding.
         absent: value of an absent `rope_parameters`.
     """

@@ -100,26 +100,29 @@ class ConfigReader:
         self.warnings: list[str] = []
 
     def value(self, name: str) -> Any:
-        """Return the value of a key, unchecked; None if the key is absent or null."""
+        """Return the value of a config key, unchecked; None if the key is absent or null."""
         self._read_keys.add(name)
         return self._unread.pop(name, None)
 
     def has_any(self, *names: str) -> bool:
-        """Return True if one of the keys is not read yet and has a value other than null, false, 0 and empty."""
+        """Return True if any of these config keys is unread, with a value other than null, false, 0 and empty."""
         return any(self._unread.get(name) for name in names)
 
     def optional_count(self, name: str, default: int | None) -> int | None:
-        """Return the value of a key that must be a positive integer, 0 or null; None for 0 and null."""
+        """Return the value of a config key that must be a positive integer, 0 or null; None for 0 and null."""
         return None if self._unread.get(name, default) == 0 else self.optional_size(name, default)
 
     def size(self, name: str, default: int) -> int:
-        """Return the value of a key that must be a positive integer; null is rejected."""
+        """Return the value of a config key that must be a positive integer; null is rejected."""
         value = self._unread.pop(name, default)
         check_size(name, value)
         return int(value)
 
     def size_of(self, names: tuple[str, ...], default: int) -> int:
-        """Return the size that any of several keys sets, `default` if none. Raises CheckpointError if two differ."""
+        """Return the size that any of several config keys sets, else `default`.
+
+        Raises CheckpointError if two differ.
+        """
         found = [(name, self.size(name, default)) for name in names if name in self._unread]
         for name, size in found[1:]:
             if size != found[0][1]:
@@ -127,14 +130,14 @@ class ConfigReader:
         return found[0][1] if found else default
 
     def num_layers(self, name: str, default: int) -> int:
-        """Return the value of a key that must be a number of layers, at most MAX_LAYERS."""
+        """Return the value of a config key that must be a number of layers, at most MAX_LAYERS."""
         count = self.size(name, default)
         if count > MAX_LAYERS:
             self.reject(name, count, f"at most {MAX_LAYERS:,} layers are supported; correct the config")
         return count
 
     def optional_size(self, name: str, default: int | None) -> int | None:
-        """Return the value of a key that must be a positive integer or null; None for null."""
+        """Return the value of a config key that must be a positive integer or null; None for null."""
         self._read_keys.add(name)
         value = self._unread.pop(name, default)
         if value is not None:
@@ -142,20 +145,20 @@ class ConfigReader:
         return None if value is None else int(value)
 
     def number(self, name: str, default: float) -> float:
-        """Return the value of a key that must be a positive number; null is rejected."""
+        """Return the value of a config key that must be a positive number; null is rejected."""
         value = self._unread.pop(name, default)
         check_number(name, value)
         return float(value)
 
     def optional_number(self, name: str, default: float | None) -> float | None:
-        """Return the value of a key that must be a positive number or null; None for null."""
+        """Return the value of a config key that must be a positive number or null; None for null."""
         value = self._unread.pop(name, default)
         if value is not None:
             check_number(name, value)
         return None if value is None else float(value)
 
     def check_ignored(self, name: str, value: float, source: str) -> None:
-        """Reject the key `name`, which the family ignores, unless it is absent, null or equal to `value`.
+        """Reject the config key `name`, which the family ignores, unless it is absent, null or equal to `value`.
 
         value: the value that the family uses instead. source: the key that sets this value.
         """
@@ -163,36 +166,36 @@ class ConfigReader:
             self.reject(name, found, f"this family ignores this key and uses {value}; set {source} instead")
 
     def check_all(self, values: Mapping[str, object], remedy: str) -> None:
-        """Read the keys of `values`. Reject a key with another value than in `values`; absent and null are allowed."""
+        """Read config keys that must have the value in `values`, be null or be absent. Reject any other value."""
         for name, wanted in values.items():
             if (found := self.value(name)) is not None and found != wanted:
                 self.reject(name, found, remedy)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return the value of a key that must be true or false."""
+        """Return the value of a config key that must be true or false."""
         value = self._unread.pop(name, default)
         if not isinstance(value, bool):
             self.reject(name, value, "expected true or false; correct the config")
         return value
 
     def choice(self, name: str, default: str, choices: Mapping[str, T]) -> T:
-        """Return the item of `choices` that the value of a key names, `default` if absent; reject any other name."""
+        """Return the item of `choices` that a config key's value names, `default` if absent; reject any other name."""
         value = self._unread.pop(name, default)
         if not isinstance(value, str) or value not in choices:
             self.reject(name, value, f"supported are {', '.join(choices)}; use a checkpoint with one of these")
         return choices[value]
 
     def check_off(self, name: str, remedy: str) -> None:
-        """Read a key that must be false. Note a key that is true, for `check_unread` to reject."""
+        """Read a config key that must be false. If it is true, `note` it, for `check_unread` to reject."""
         if self.flag(name, False):
             self.note(name, True, remedy)
 
     def note(self, name: str, value: object, remedy: str) -> None:
-        """Note a key that `check_unread` rejects together with all others. The rest of the config must be readable."""
+        """Record a config key to reject. Reading goes on, and `check_unread` rejects all such keys in one error."""
         self._noted.setdefault(remedy, []).append(f"{self._shown(name)}={_short(value)}")
 
     def reject(self, name: str, value: object, remedy: str) -> NoReturn:
-        """Raise CheckpointError with the name and value of a key, and the remedy, and with the noted keys."""
+        """Raise CheckpointError with the name and value of a config key, the remedy, and all keys noted so far."""
         self.note(name, value, remedy)
         self._reject_noted()
 
@@ -204,12 +207,11 @@ class ConfigReader:
         return self._prefix + (name if name.isprintable() and len(name) < 80 else _short(name))
 
     def warn(self, name: str, value: object, consequence: str) -> None:
-        """Add a warning about a key, with its value and the consequence, to `warnings`."""
+        """Add a warning about a config key, with its value and the consequence, to `warnings`."""
         self.warnings.append(f"{self.path}: {self._shown(name)}={_short(value)}: {consequence}")
 
     def check_unread(self) -> None:
-        """Reject the noted keys, and those that the family has not read and that are unknown or need an unimplemented
-        feature, all in one error.
+        """Reject, in one error, the noted keys and all unread keys that are unknown or need an unimplemented feature.
 
         An unknown key without a value (null, false, 0 or empty) gives a warning: a feature that is off.
         """
