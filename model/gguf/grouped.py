@@ -66,11 +66,11 @@ def map_grouped(headers: Sequence[TensorHeader]) -> StoredWeight:
     files, addresses, types = [], [], []
     for header in headers:
         outputs, size = header.shape[0], header.end - header.begin
-        try:
-            with reading(header.path):
+        with reading(header.path):
+            try:
                 blocks = np.memmap(header.path, np.uint8, "r", offset=header.begin, shape=(outputs, size // outputs))
-        except ValueError as error:
-            raise CheckpointError(f"{header.path}: has been truncated; copy the file again") from error
+            except ValueError as error:
+                raise CheckpointError(f"{header.path}: has been truncated; copy the file again") from error
         files.append(blocks)
         addresses.append(blocks.ctypes.data + torch.arange(outputs) * blocks.shape[1])
         types.append(torch.full((outputs,), TYPE_IDS[header.dtype]))

@@ -17,6 +17,8 @@ def describe_problem(path: Path) -> str:
         return pickle
     if path.is_file():
         return f"{path}: is a file; give its directory, {path.parent}"
+    if path.exists() and not path.is_dir():
+        return f"{path}: neither a directory nor a regular file; give a directory or a GGUF file"
     if not path.is_dir():
         return f"{path}: no such directory or file; give a local path, because nothing is downloaded"
     inside = sorted(child for name in ("config.json", "manifest.json") for child in path.glob(f"*/{name}"))

@@ -1,6 +1,7 @@
 """Reading and writing of checkpoint files, with one-line errors that name the file and the remedy. Torch-free."""
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -147,6 +148,8 @@ def _read_problem(path: Path, error: OSError) -> str:
     """Return why a file cannot be read, and the remedy. For a denied permission, name the denying path and the user."""
     if isinstance(error, FileNotFoundError):
         return "no such file; correct the path"
+    if error.errno in (errno.ENOMEM, errno.EMFILE, errno.ENFILE):
+        return f"{error.strerror}; free memory, or raise the limit of this process"
     if not isinstance(error, PermissionError):
         return f"{error.strerror}; copy the whole checkpoint again"
     blocker = _blocker(path)

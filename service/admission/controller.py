@@ -78,6 +78,12 @@ class Rate:
         self._seconds = self._seconds * keep + weighted_seconds
         self._num_events += amount > 0.0
 
+    def doubt(self) -> None:
+        """Give the average the weight of one event. The rate is then unknown until enough further events."""
+        if self._amount > 0.0:
+            self._amount, self._seconds = 1.0, self._seconds / self._amount
+        self._num_events = 0
+
     @property
     def is_known(self) -> bool:
         """True if enough events were added for a wait predicted from the rate to justify a rejection."""
@@ -216,6 +222,9 @@ class Admission:
             del self._holdings[tenant]
         self.num_sequences -= 1
         self._check_retry_after()
+        if not self.num_sequences:  # the next requests may be shorter
+            self._ended.doubt()
+            self._started = Rate(amount=_FULL * self._configured_max_num_running)
 
     def limit_running(self, max_num_running: int | None) -> None:
         """Set the engine's current limit on running sequences, at most --max-num-running; None: --max-num-running."""

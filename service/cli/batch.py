@@ -123,8 +123,9 @@ def read_batch(path: Path) -> Iterator[BatchLine]:
 def _read_line(number: int, text: bytes) -> BatchLine:
     try:
         values = json.loads(text)
-    except ValueError as error:
-        return BatchLine(number=number, custom_id=None, error=f"not valid JSON: {error}; correct the line")
+    except (ValueError, RecursionError) as error:
+        problem = "nested too deeply" if isinstance(error, RecursionError) else error
+        return BatchLine(number=number, custom_id=None, error=f"not valid JSON: {problem}; correct the line")
     custom_id = values.get("custom_id") if isinstance(values, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
         return BatchLine(

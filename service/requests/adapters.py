@@ -55,10 +55,10 @@ class AdapterRegistry:
         return sorted(adapter.name for adapter in self._by_name.values() if adapter.key in wanted)
 
     def add(self, adapter: ServedAdapter) -> list[Command]:
+        """Add an adapter. Return the command to load it, which a worker that has loaded its key ignores."""
         self._by_name[adapter.name] = adapter
-        is_loaded = adapter.key in self._loaded
         self._loaded[adapter.key] = adapter.directory
-        return [] if is_loaded else [LoadAdapter(key=adapter.key, directory=adapter.directory)]
+        return [LoadAdapter(key=adapter.key, directory=adapter.directory)]
 
     def remove(self, name: str) -> list[Command]:
         """Remove a name, which must exist. Return the command to unload the adapter, or [] while it is still used."""

@@ -35,6 +35,11 @@ _MAX_WORKER_DEATHS_A_MINUTE = 5
 _MAX_STANDBY_DEATHS = 3
 # Time limit for the API process to close its connections after the drain.
 API_CLOSE_SECONDS = 5
+# Likely causes of deaths by a signal, by its name. Reading beyond the end of a mapped file raises SIGBUS.
+_LIKELY_CAUSES = {
+    "SIGKILL": " (out of memory?)",
+    "SIGBUS": " (was a file of the checkpoint truncated, or could its disk not be read?)",
+}
 TRACE_FLUSH_SECONDS = 2.0  # limit for sending the remaining spans, after the connections are closed
 
 
@@ -284,5 +289,5 @@ def cause_of_death(exitcode: int | None) -> str:
     """Describe the end of a process by its exit code, as a predicate: "was killed by SIGKILL"."""
     if exitcode is not None and exitcode < 0:
         name = signal.Signals(-exitcode).name
-        return f"was killed by {name}{' (out of memory?)' if exitcode == -signal.SIGKILL else ''}"
+        return f"was killed by {name}{_LIKELY_CAUSES.get(name, '')}"
     return f"ended with exit code {exitcode or 0}"

@@ -11,8 +11,10 @@ import zmq
 from service.engine.scheduling.cache_events import CacheEvent
 from service.ipc.shared_state import name_thread
 
-_NUM_KEPT = 10_000  # batches that a subscriber can ask for again
-_MAX_QUEUED = 100_000  # batches waiting for a slow subscriber; it misses further batches, and can ask for them
+# Batches that a subscriber can ask for again, and that wait for a slow subscriber. It misses further batches, and can
+# ask for them. The batch of a step of 512 tokens has 3 kB.
+_NUM_KEPT = 10_000
+_MAX_RECEIVED_BYTES = 2**12  # of a request or a topic; a connection with a larger message is closed
 # Subscribers of a dead worker try to connect to its replacement every 0.1 s. They miss what is sent before.
 _CONNECT_SECONDS = 0.5
 _END = (-1).to_bytes(8, "big", signed=True)  # sequence number of the last reply
@@ -42,8 +44,8 @@ class CacheEventPublisher:
         self._encode = msgspec.msgpack.Encoder().encode
         self._outbox = context.socket(zmq.PAIR)
         inbox, subscribers, requests = (context.socket(kind) for kind in (zmq.PAIR, zmq.PUB, zmq.ROUTER))
-        for queue in (self._outbox, inbox, subscribers):
-            queue.set_hwm(_MAX_QUEUED)
+        for queue in (self._outbox, inbox, subscribers, requests):
+            queue.set_hwm(_NUM_KEPT + 1)  # the replies to a request are one more
         own = f"inproc://cache-events-{id(self)}"
         self._outbox.bind(own)
         inbox.connect(own)
@@ -75,6 +77,7 @@ class CacheEventPublisher:
 
 def _bind(bound: "zmq.Socket[bytes]", address: str, flag: str) -> None:
     try:
+        bound.setsockopt(zmq.MAXMSGSIZE, _MAX_RECEIVED_BYTES)
         bound.bind(address)
     except zmq.ZMQError as error:
         raise OSError(f"{flag} {address}: {zmq.strerror(error.errno or 0).lower()}; choose another address") from None

@@ -228,6 +228,7 @@ class Worker:
         try:
             check_unchanged(self.order.stamps)
             engine, facts = self.build()
+            check_unchanged(self.order.stamps)  # of a file that changed meanwhile, a part may have been loaded
             if self.lifecycle.epoch.value == 0:  # print the settings once, when all values are resolved
                 self._show_settings({**self.order.found, **facts.setting_values()})
         except (ValueError, RuntimeError, MemoryError, OSError) as error:

@@ -38,6 +38,7 @@ WRONG = {
     "a parent": (_parent, r"not a checkpoint, but contains checkpoints; give one of them, such as /.*/mine$"),
     "a directory of GGUF files": (_in_directory("m.gguf"), r"give one of them, such as /.*/m.gguf$"),
     "another file named as GGUF": (_file("m.gguf"), r"/m.gguf: not a GGUF file.*; copy the file again$"),
+    "a device": (lambda _: Path("/dev/zero"), r"/dev/zero: neither a directory nor a regular file; give a directory"),
     "weights alone": (_in_directory("model.safetensors"), r"/config.json: missing; .*download it too"),
 }
 

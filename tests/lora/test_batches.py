@@ -4,6 +4,7 @@ import random
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -146,6 +147,20 @@ def test_an_adapter_unloaded_while_it_is_loaded_is_not_kept(directories: dict[st
     may_read.set()
     with pytest.raises(AssertionError, match="missing or have changed"):
         engine.run(engine.submit_of("x", "a1", [1, 2]))
+
+
+def test_a_load_that_fails_for_lack_of_memory_ends_the_requests_of_its_adapter_only(
+    directories: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = directories[""]
+    engine = AdaptedEngine(load(base, ATTENTION), base, {})
+    with monkeypatch.context() as memory:
+        memory.setattr("tests.lora.engines.read_adapter", Mock(side_effect=RuntimeError("can't allocate memory")))
+        engine.keys["a1"] = read_adapter(directories["a1"], read_manifest(base)).key
+        engine.load_key(engine.keys["a1"], directories["a1"])
+        with pytest.raises(AssertionError, match="missing or have changed"):
+            engine.run(engine.submit_of("x", "a1", [1, 2]))
+    assert engine.run(engine.submit_of("x", "a1", [1, 2]))["x"]
 
 
 def test_a_freed_adapter_can_be_loaded_again(directories: dict[str, Path]) -> None:

@@ -88,6 +88,9 @@ def test_a_truncated_matrix_is_rejected(tmp_path: Path, read: Callable[[Sequence
     header.path.write_bytes(header.path.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="has been truncated"):
         read([header])
+    header.path.unlink()
+    with pytest.raises(CheckpointError, match="no such file"):
+        read([header])
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q6_K"])

@@ -3,6 +3,7 @@
 A child process without privileges reads the files, because root may read a file whatever its mode.
 """
 
+import errno
 import os
 import shutil
 import subprocess
@@ -128,4 +129,6 @@ def test_modes_that_allow_reading_point_to_other_causes(directory: Path) -> None
 
 
 def test_other_read_errors_quote_the_operating_system(tmp_path: Path) -> None:
+    memory = OSError(errno.ENOMEM, "Cannot allocate memory")
+    assert error_of(tmp_path, memory) == "Cannot allocate memory; free memory, or raise the limit of this process"
     assert error_of(tmp_path, OSError(5, "Input/output error")) == "Input/output error; copy the whole checkpoint again"

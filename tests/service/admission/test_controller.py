@@ -135,6 +135,21 @@ def test_a_request_is_rejected_if_its_predicted_wait_exceeds_the_accepted_wait()
     service.admission.admit([10])
 
 
+def test_short_requests_are_not_judged_by_the_rate_of_long_requests_before_an_idle_moment() -> None:
+    service = Service(running=64, waiting=1000, tokens=10**6)
+    terms = QueuePolicy(max_predicted_wait_seconds=30.0)
+    service.admission.admit([900] * 130)
+    service.work(200, seconds=0.5, num_tokens=900)
+    assert service.refused([900], terms) is not None
+    for _ in range(130):
+        service.begin_and_end(900)
+    for number in range(500):  # 1000 arrive in a second, and 100 end
+        service.clock.now += 0.001
+        service.admission.admit([3], terms)
+        if number % 10 == 9:
+            service.begin_and_end(3)
+
+
 def test_no_request_is_rejected_for_its_wait_while_a_slot_is_free_or_the_rate_is_unknown() -> None:
     impatient = QueuePolicy(max_predicted_wait_seconds=0.001)
     service = Service(running=2, waiting=20)

@@ -162,6 +162,7 @@ def test_a_corrected_line_no_longer_counts_as_failed(server: FakeServer, tmp_pat
     ("text", "said"),
     [
         ("nonsense", "not valid JSON"),
+        ("[" * 100_000, "not valid JSON: nested too deeply"),
         ("[]", "custom_id must be"),
         ('{"custom_id": 3}', "custom_id must be"),
         ('{"custom_id": "x", "method": "GET"}', 'method must be "POST"'),

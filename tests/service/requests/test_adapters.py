@@ -35,7 +35,7 @@ def test_an_unloaded_adapter_is_freed_after_its_last_request() -> None:
 
 def test_names_of_equal_files_share_one_adapter() -> None:
     registry = AdapterRegistry([adapter("a", "1")])
-    assert registry.add(adapter("b", "1")) == []
+    assert registry.add(adapter("b", "1")) == [load("1")]  # its directory may be another
     assert registry.names(["1", "1"]) == ["a", "b"]
     assert registry.remove("a") == []
     assert registry.remove("b") == [UnloadAdapter(key="1")]

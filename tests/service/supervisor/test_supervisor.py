@@ -138,6 +138,12 @@ def _handlers_as_before() -> Iterator[None]:
         (EXIT_SETTINGS, "", 2),
         (EXIT_CHECKPOINT_CHANGED, "", 1),
         (-9, "the worker was killed by SIGKILL (out of memory?) while starting", 1),
+        (
+            -signal.SIGBUS,
+            "the worker was killed by SIGBUS (was a file of the checkpoint truncated, or could its disk not be read?) "
+            "while starting",
+            1,
+        ),
         (1, "the worker ended with exit code 1 while starting", 1),
     ],
 )

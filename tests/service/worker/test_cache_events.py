@@ -1,6 +1,7 @@
 """Publication of the prefix cache's changes: format, order, repetition, and a server whose worker dies."""
 
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import zmq
 
 from service.engine.scheduling.block_pool import block_hash
-from service.engine.scheduling.cache_events import CacheLog, external_hash
+from service.engine.scheduling.cache_events import BlockStored, CacheLog, external_hash
 from service.worker.cache_event_publisher import CacheEventPublisher
 from tests.e2e.process import Service, serving, wait_until
 
@@ -113,6 +114,46 @@ def test_missed_batches_are_repeated_on_request(router: tuple[Router, str]) -> N
     for _, payload in replies[:-1]:
         subscriber.apply(payload)
     assert list(subscriber.blocks.values()) == [[], list(range(16, 32)), list(range(32, 48))]
+
+
+def test_a_slow_subscriber_gets_every_missed_batch() -> None:
+    replay = free_address()
+    publisher = CacheEventPublisher(free_address(), replay_endpoint=replay)
+    tokens = list(range(10_000))  # 2,000 such batches do not fit into the kernel's buffers
+    for _ in range(2000):
+        publisher.publish([BlockStored([1], None, tokens, BLOCK)])
+    request: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    request.set_hwm(1)
+    request.connect(replay)
+    wait_until(lambda: _missed(request, 1999) == [1999, -1], what="the last batch")
+    assert _missed(request, 0, pause_seconds=0.5) == [*range(2000), -1]
+    request.close(linger=0)
+    publisher.close()
+
+
+def _missed(request: "zmq.Socket[bytes]", first: int, *, pause_seconds: float = 0.0) -> list[int]:
+    """Ask for the batches from a number on. Return the numbers of the replies, read after a pause."""
+    request.send_multipart([b"", first.to_bytes(8, "big")])
+    time.sleep(pause_seconds)
+    numbers: list[int] = []
+    while not numbers or numbers[-1] >= 0:
+        assert request.poll(10_000), f"no reply after {numbers[-1:]}"
+        numbers.append(int.from_bytes(request.recv_multipart()[1], "big", signed=True))
+    return numbers
+
+
+def test_a_client_that_sends_a_large_message_is_disconnected() -> None:
+    replay = free_address()
+    publisher = CacheEventPublisher(free_address(), replay_endpoint=replay)
+    client: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    watch = client.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    client.connect(replay)
+    client.send_multipart([b"", bytes(2**16)])
+    assert watch.poll(10_000)
+    client.disable_monitor()
+    for opened in (watch, client):
+        opened.close(linger=0)
+    publisher.close()
 
 
 @pytest.mark.parametrize("flag", ["endpoint", "replay_endpoint"])

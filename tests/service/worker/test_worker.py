@@ -5,7 +5,9 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -27,9 +29,9 @@ from service.ipc.messages import (
     decode_commands,
     encode_commands,
 )
-from service.worker import engine_loop
+from service.worker import engine_loop, worker
 from service.worker.engine_loop import EngineLoop
-from service.worker.worker import EXIT_SETTINGS
+from service.worker.worker import EXIT_SETTINGS, CheckpointChanged, Worker, stamps_of
 from tests.service.sequences import make_delta, make_finish, make_stats, make_submit
 
 
@@ -338,3 +340,26 @@ Refusing().run()
 def test_a_failed_start_is_one_line_while_a_thread_computes() -> None:
     done = subprocess.run([sys.executable, "-c", _REFUSED_START], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (EXIT_SETTINGS, "kvasir serve: --kv-cache-memory holds too little\n")
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(b"old")
+
+    class Overtaken(Worker):
+        def __init__(self) -> None:
+            self.order: Any = SimpleNamespace(stamps=stamps_of([weights]))
+            self.lifecycle: Any = SimpleNamespace(epoch=SimpleNamespace(value=1))
+
+        def build(self) -> Any:
+            weights.write_bytes(b"newer")
+            return None, None
+
+    def end(error: Exception, *, is_memory: bool) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "_end_start", end)
+    with pytest.raises(CheckpointChanged, match=r"model\.gguf has changed since the service started"):
+        Overtaken()._build_or_exit()
