@@ -16,7 +16,8 @@ def describe_problem(path: Path) -> str:
     if pickle := _pickle_advice(path):
         return pickle
     if path.is_file():
-        return f"{path}: is a file; give its directory, {path.parent}"
+        directory = f"its directory, {path.parent}" if list(path.parent.glob("*.safetensors")) else "a directory"
+        return f"{path}: is a file, but not a GGUF file; give {directory}"
     if not path.is_dir():
         return f"{path}: no such directory or file; give a local path, because nothing is downloaded"
     inside = sorted(child for name in ("config.json", "manifest.json") for child in path.glob(f"*/{name}"))
