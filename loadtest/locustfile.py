@@ -1,7 +1,7 @@
 """Load test as locust users, headless or with locust's web page, with an exit code from the objectives.
 
 Request types in locust's table: TTFT and TPOT count once per stream, ITL once per chunk after the first. The whole time
-of a request is SHED after a 429 (not an error), LEFT if the client disconnected as planned, and otherwise E2E.
+of a request is SHED after a 429 (not an error), CANCEL if the client disconnected as planned, and otherwise E2E.
 """
 
 import itertools
@@ -75,7 +75,7 @@ class CompletionUser(User):
         """Report the E2E latency, TTFT, TPOT and each ITL of one request to locust, as separate request types."""
         ending = outcome.ending
         failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
-        kind = {Ending.SHED: "SHED", Ending.CANCELLED: "LEFT"}.get(ending, "E2E")
+        kind = {Ending.SHED: "SHED", Ending.CANCELLED: "CANCEL"}.get(ending, "E2E")
         rows: list[tuple[str, float | None]] = [(kind, outcome.e2e_seconds), ("TTFT", outcome.ttft_seconds)]
         rows += [("TPOT", outcome.tpot_seconds if ending is Ending.OK else None)]
         rows += [("ITL", gap) for gap in outcome.itl_seconds]
@@ -143,7 +143,8 @@ def finish(environment: Environment, **_: Any) -> None:
         request_rate=rate,
         max_concurrency=users,
     )
-    print("\n" + report.markdown([result]))
+    text = report.markdown([result])
+    environment.events.quit.add_listener(lambda **_: print(text))  # after locust's tables, which follow this event
     if options.results:
         facts = provenance("locust", sys.argv[1:]) | {"model_id": session.model}
         write_result(result | facts, Path(options.results, "results.json"))
