@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,10 @@ def start(environment: Environment, **_: Any) -> None:
             raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
         CompletionUser.session = LoadSession(environment.host, environment.parsed_options)
     except (OSError, ValueError) as error:
-        log.error("cannot start a load test of %s: %s", environment.host, error)
+        reason = getattr(error, "reason", error)  # a URLError is printed as "<urlopen error ...>"
+        hint = "; set KVASIR_API_KEY" if getattr(error, "code", None) == HTTPStatus.UNAUTHORIZED else ""
+        text = f"cannot start a load test of {environment.host}: {reason}{hint}"
+        environment.events.quit.add_listener(lambda **_: log.error(text))  # after locust's empty tables
         signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
 
 

@@ -105,5 +105,7 @@ def test_an_unreachable_service_exits_with_two_and_one_line() -> None:
         pass
     done = locust(server.url, "-t", "200s")
     assert done.returncode == 2
-    assert "Connection refused" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "loadtest: cannot start a load test of http://127.0.0.1:" in last
+    assert last.endswith("Connection refused")
     assert "Traceback" not in done.stderr
