@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the CPU image without compose, with the same protections:
 #
+#     docker build --tag kvasir:cpu .
 #     deploy/docker-run.sh CHECKPOINT_DIRECTORY [options of docker run]
 #
 # For example: deploy/docker-run.sh checkpoints/kvasir-9m --env KVASIR_MAX_NUM_RUNNING=32

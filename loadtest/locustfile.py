@@ -1,7 +1,7 @@
 """Load test as locust users, headless or with locust's web page, with an exit code from the objectives.
 
 Request types in locust's table: TTFT and TPOT count once per stream, ITL once per chunk after the first. The whole time
-of a request is SHED after a 429 (not an error), LEFT if the client disconnected as planned, and otherwise E2E.
+of a request is SHED after a 429 (not an error), CANCEL if the client disconnected as planned, and otherwise E2E.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import time
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class CompletionUser(User):
         """Report the E2E latency, TTFT, TPOT and each ITL of one request to locust, as separate request types."""
         ending = outcome.ending
         failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
-        kind = {Ending.SHED: "SHED", Ending.CANCELLED: "LEFT"}.get(ending, "E2E")
+        kind = {Ending.SHED: "SHED", Ending.CANCELLED: "CANCEL"}.get(ending, "E2E")
         rows: list[tuple[str, float | None]] = [(kind, outcome.e2e_seconds), ("TTFT", outcome.ttft_seconds)]
         rows += [("TPOT", outcome.tpot_seconds if ending is Ending.OK else None)]
         rows += [("ITL", gap) for gap in outcome.itl_seconds]
@@ -122,7 +123,10 @@ def start(environment: Environment, **_: Any) -> None:
             raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
         CompletionUser.session = LoadSession(environment.host, environment.parsed_options)
     except (OSError, ValueError) as error:
-        log.error("cannot start a load test of %s: %s", environment.host, error)
+        reason = getattr(error, "reason", error)  # a URLError is printed as "<urlopen error ...>"
+        hint = "; set KVASIR_API_KEY" if getattr(error, "code", None) == HTTPStatus.UNAUTHORIZED else ""
+        text = f"cannot start a load test of {environment.host}: {reason}{hint}"
+        environment.events.quit.add_listener(lambda **_: log.error(text))  # after locust's empty tables
         signal.raise_signal(signal.SIGTERM)  # to locust's handler: end now, not when time is up
 
 
@@ -143,7 +147,8 @@ def finish(environment: Environment, **_: Any) -> None:
         request_rate=rate,
         max_concurrency=users,
     )
-    print("\n" + report.markdown([result]))
+    text = report.markdown([result])
+    environment.events.quit.add_listener(lambda **_: print(text))  # after locust's tables, which follow this event
     if options.results:
         facts = provenance("locust", sys.argv[1:]) | {"model_id": session.model}
         write_result(result | facts, Path(options.results, "results.json"))

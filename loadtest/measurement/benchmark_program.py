@@ -174,7 +174,7 @@ def write_result(result: dict[str, Any], out: Path | None) -> None:
         print(json.dumps(result, indent=1))
         return
     save_result(result, out)
-    print(out)
+    print(f"wrote {out}")
 
 
 def save_result(result: dict[str, Any], out: Path) -> None:

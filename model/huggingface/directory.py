@@ -16,7 +16,8 @@ def describe_problem(path: Path) -> str:
     if pickle := _pickle_advice(path):
         return pickle
     if path.is_file():
-        return f"{path}: is a file; give its directory, {path.parent}"
+        directory = f"its directory, {path.parent}" if list(path.parent.glob("*.safetensors")) else "a directory"
+        return f"{path}: is a file, but not a GGUF file; give {directory}"
     if path.exists() and not path.is_dir():
         return f"{path}: neither a directory nor a regular file; give a directory or a GGUF file"
     if not path.is_dir():

@@ -101,7 +101,7 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
         prog=f"kvasir {command}",
         description=summary,
         formatter_class=HELP_FORMATTER,
-        usage=" ".join([f"kvasir {command} [flags]", *map(str.upper, kind.POSITIONAL)]),
+        usage=" ".join([f"kvasir {command} [flags]", *(f"[{name.upper()}]" for name in kind.POSITIONAL)]),
         allow_abbrev=False,
     )
     epilog = f"Every flag is also an environment variable: --max-thing is {PREFIX}MAX_THING. A flag takes precedence."
@@ -119,7 +119,7 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
         title, default_text = str(extra["group"]), extra["default_text"]
         is_needed = field.is_required() and not default_text
         has_default = not is_needed and field.default is not False and field.default not in (None, ())
-        default = f" (default: {default_text or field.default})" if has_default else ""
+        default = f" (default: {default_text or field.default})" if default_text or has_default else ""
         note = " (required)" if is_needed else ""
         if name in kind.POSITIONAL:
             note += f" ({name.upper()}: the flag can be left out)"
@@ -138,10 +138,7 @@ def parse_flags(kind: type[CommandSettings], argv: Sequence[str], *, command: st
         if unknown and not unknown[0].startswith("-") and name not in given:
             setattr(given, name, unknown.pop(0))
     if unknown:
-        # A single unknown argument that is a directory is probably a checkpoint without `--checkpoint`.
-        is_checkpoint = "checkpoint" in kind.model_fields and len(unknown) == 1 and Path(unknown[0]).is_dir()
-        meant = [f"--checkpoint {unknown[0]}"] if is_checkpoint else []
-        meant += difflib.get_close_matches(unknown[0].partition("=")[0], map(flag_of, kind.model_fields), 1, 0.7)
+        meant = difflib.get_close_matches(unknown[0].partition("=")[0], map(flag_of, kind.model_fields), 1, 0.7)
         hint = f"did you mean {meant[0]}?" if meant else f"see {parser.prog} --help"
         raise SettingsError(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
     return vars(given)

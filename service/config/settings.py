@@ -38,6 +38,8 @@ _STANDARD_VARIABLES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
 class CheckpointSettings(CommandSettings):
     """Settings of a command that reads a checkpoint."""
 
+    POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint",)
+
     checkpoint: Path = option(
         "model", default_text="checkpoints/kvasir-9m in the working directory, else beside the package"
     )
@@ -329,8 +331,6 @@ class InspectSettings(CheckpointSettings):
     `kvasir inspect params` counts the parameters of every matrix. `kvasir inspect attention` shows the attention
     weights of a prompt.
     """
-
-    POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint",)
 
     json_: bool = option("view", False)
     """print JSON"""

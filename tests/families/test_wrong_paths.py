@@ -29,7 +29,8 @@ def _in_directory(name: str) -> Callable[[Path], Path]:
 
 
 WRONG = {
-    "weights": (_file("model.safetensors"), r"/model.safetensors: is a file; give its directory, /"),
+    "weights": (_file("model.safetensors"), r"/model.safetensors: is a file, .*; give its directory, /"),
+    "another file": (_file("README.md"), r"/README.md: is a file, but not a GGUF file; give a directory$"),
     "a pickle": (_file("pytorch_model.bin"), r"kvasir convert --pickle /.* --out NEW_DIRECTORY"),
     "nanoGPT's": (_file("ckpt.pt"), r"kvasir convert --nanogpt /.*/ckpt.pt --tokenizer FILE --out NEW_DIRECTORY"),
     "a directory of pickles": (_in_directory("pytorch_model.bin"), r"kvasir convert --pickle /.* --out"),

@@ -40,15 +40,15 @@ def test_rows_and_results_count_every_request_and_a_failure_exits_with_one(tmp_p
     assert "http_error: 503 scripted: as scripted" in done.stdout
 
     seen = rows((tmp_path / "locust.json").read_text())
-    assert set(seen) == {"TTFT", "ITL", "TPOT", "E2E", "SHED", "LEFT"}
+    assert set(seen) == {"TTFT", "ITL", "TPOT", "E2E", "SHED", "CANCEL"}
     assert seen["E2E"]["num_failures"] > 0
     assert all(row["num_failures"] == 0 for kind, row in seen.items() if kind != "E2E")
     # The server's pause is the least latency that can be reported, on any machine.
     assert seen["TTFT"]["min_response_time"] >= 60
 
     result = json.loads((tmp_path / "results.json").read_text())
-    assert result["sent"] == 60 == sum(seen[kind]["num_requests"] for kind in ("E2E", "SHED", "LEFT"))
-    assert (result["shed"], result["cancelled"]) == (seen["SHED"]["num_requests"], seen["LEFT"]["num_requests"])
+    assert result["sent"] == 60 == sum(seen[kind]["num_requests"] for kind in ("E2E", "SHED", "CANCEL"))
+    assert (result["shed"], result["cancelled"]) == (seen["SHED"]["num_requests"], seen["CANCEL"]["num_requests"])
     assert result["failures"] == {"http_error: 503 scripted: as scripted": seen["E2E"]["num_failures"]}
     assert result["command"].startswith("locust -f loadtest/locustfile.py")
     streams = zip(result["ttfts"], result["latencies"], result["endings"], strict=True)
@@ -105,5 +105,7 @@ def test_an_unreachable_service_exits_with_two_and_one_line() -> None:
         pass
     done = locust(server.url, "-t", "200s")
     assert done.returncode == 2
-    assert "Connection refused" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert "loadtest: cannot start a load test of http://127.0.0.1:" in last
+    assert last.endswith("Connection refused")
     assert "Traceback" not in done.stderr

@@ -24,6 +24,7 @@ from tests.ops.deployment import ROOT, read_yaml
 from tests.ops.questions import rules, selections
 
 KUBERNETES = ROOT / "deploy/kubernetes"
+PAGE = (ROOT / "docs/kubernetes.md").read_text()
 SETTINGS = {PREFIX + name.upper() for name in ServeSettings.model_fields}
 LABELS = {"app.kubernetes.io/name": "kvasir"}
 
@@ -97,6 +98,36 @@ def containers() -> Iterator[dict[str, Any]]:
 def pods() -> Iterator[dict[str, Any]]:
     yield load("base/deployment.yaml")["spec"]["template"]["spec"]
     yield load("kserve/llm-inference-service.yaml")["spec"]["template"]
+
+
+def test_the_pod_that_copies_a_checkpoint_fits_the_example() -> None:
+    (text,) = re.findall(r"<<'END'\n(.*?)^END$", PAGE, re.M | re.S)
+    pod = yaml.safe_load(text)["spec"]
+    deployment = load("base/deployment.yaml")
+    deployment["spec"]["template"]["spec"] = pod
+    assert violations(deployment) == []
+    (container,) = pod["containers"]
+    (image,) = load("example/kustomization.yaml")["images"]
+    assert container["image"] == f"{image['newName']}:{image['newTag']}"
+    (volume,) = pod["volumes"]
+    assert volume["persistentVolumeClaim"]["claimName"] == load("example/checkpoint.yaml")["metadata"]["name"]
+
+
+def test_the_patch_for_a_gpu_changes_the_deployment() -> None:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.M | re.S)
+    (patch,) = yaml.safe_load(text)["patches"]
+    deployment = load(f"base/{patch['target']['kind'].lower()}.yaml")
+    assert deployment["metadata"]["name"] == patch["target"]["name"]
+    for step in yaml.safe_load(patch["patch"]):
+        *keys, last = (key.replace("~1", "/") for key in step["path"].split("/")[1:])
+        parent = deployment
+        for key in keys:
+            parent = parent[int(key)] if key.isdigit() else parent[key]
+        assert (last in parent) == (step["op"] == "replace")
+        parent[last] = step["value"]
+    assert violations(deployment) == []
+    resources = deployment["spec"]["template"]["spec"]["containers"][0]["resources"]
+    assert resources["requests"] | {"nvidia.com/gpu": 1} == resources["limits"]
 
 
 def test_kubernetes_kills_only_after_the_drain() -> None:
@@ -229,6 +260,7 @@ def test_systemd_stops_after_the_drain_and_does_not_restart_a_wrong_setting() ->
     unit = (ROOT / "deploy/systemd/kvasir.service").read_text()
     options = dict(line.split("=", 1) for line in unit.splitlines() if re.match(r"[A-Z]\w+=", line))
     drain = ServeSettings.model_fields["drain_seconds"].default
+    assert all((ROOT / name).exists() for name in re.findall(r"docs/[a-z-]+\.md", unit))
     assert float(options["TimeoutStopSec"]) >= drain + API_CLOSE_SECONDS + 5
     assert options["RestartPreventExitStatus"] == "2"
     assert set(re.findall(rf"{PREFIX}\w+", unit)) <= SETTINGS

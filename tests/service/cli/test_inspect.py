@@ -193,7 +193,7 @@ def test_generate_warns_of_ignored_keys(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_params_prints_formula_and_tensor_counts(tiny_checkpoint: Path, run: Run) -> None:
-    code, out, err = run("params", "--checkpoint", tiny_checkpoint)
+    code, out, err = run("params", tiny_checkpoint)
     assert (code, err) == (0, "")
     total = f"{tiny_config(274).num_parameters:,}"
     assert f"tiny: {total} parameters, grouped-query attention" in out

@@ -105,7 +105,8 @@ def test_a_directory_as_picture_path_is_rejected(run: Run, tmp_path: Path) -> No
     )
 
 
-def test_a_missing_checkpoint_is_reported(run: Run, tmp_path: Path) -> None:
-    code, _, err = run("--prompt", PROMPT, "--layer", 0, "--checkpoint", tmp_path / "none")
-    assert code == 1
+def test_a_missing_checkpoint_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "attention", str(tmp_path / "none"), "--prompt", PROMPT, "--layer", "0"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvasir inspect attention: {tmp_path / 'none'}: no such directory")
     assert err.count("\n") == 1

@@ -110,19 +110,11 @@ def test_an_unusable_flag_is_reported_before_torch_is_imported() -> None:
     assert done.stdout == f"{[2] * len(own)} False\n"
 
 
-@pytest.mark.parametrize("command", ["serve", "tokenize"])
-def test_a_checkpoint_without_its_flag_is_recognized(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, str(SHIPPED)]) == 2
-    error = capsys.readouterr().err
-    assert error.endswith(f"; did you mean --checkpoint {SHIPPED}?\n")
-    assert error.count("\n") == 1
-
-
 @pytest.mark.parametrize("command", ["serve", "tokenize", "inspect"])
 def test_a_missing_checkpoint_is_one_line_and_exit_code_1(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "--checkpoint", str(tmp_path / "none")]) == 1
+    assert main([command, str(tmp_path / "none")]) == 1
     error = capsys.readouterr().err
     assert error.startswith(f"kvasir {command}: {tmp_path / 'none'}: no such directory")
     assert error.count("\n") == 1
