@@ -129,8 +129,10 @@ COMPILE = UV_DEFAULT_INDEX="$${PIP_INDEX_URL:-$$($(PYTHON) -m pip config get glo
 EXTRA = $(TOOLS)/bin/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")'
 
 audit: $(TOOLS)/.installed ## check the locked packages against PyPI's advisories of known vulnerabilities (needs the internet)
-	$(TOOLS)/bin/pip-audit --disable-pip --requirement requirements/dev.txt --requirement requirements/tools.txt
-	$(TOOLS)/bin/pip-audit --disable-pip --no-deps --requirement requirements/torch.txt
+	@$(TOOLS)/bin/python -c 'import requests; requests.get("https://pypi.org/pypi/pip/24.0/json", timeout=30).raise_for_status()' 2>/dev/null || { echo "Nothing was checked: PyPI's advisories (https://pypi.org/pypi) cannot be read from here. Run this on a machine with access to PyPI itself; mirrors have no advisories."; exit 1; }
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --requirement requirements/dev.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --requirement requirements/tools.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --no-deps --requirement requirements/torch.txt
 
 sbom: install $(TOOLS)/.installed ## write a CycloneDX SBOM of .venv to build/sbom.cdx.json; the image has its own in /opt/kvasir
 	@mkdir -p build
