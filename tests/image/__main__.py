@@ -1,7 +1,7 @@
 """`python -m tests.image`: build the image with Docker or Podman, run it by deploy/docker-run.sh, and check it.
 
-Needs nothing but Python. Variables: ENGINE (docker or podman), BASE_IMAGE, BUILD_OPTIONS (further options of `build`),
-and REQUIRE=1, which makes a missing engine an error instead of a skipped test.
+Variables: ENGINE (docker or podman), BASE_IMAGE, BUILD_OPTIONS (further options of `build`), and REQUIRE=1, which makes
+a missing engine an error instead of a skipped test.
 """
 
 import http.client
@@ -79,8 +79,7 @@ def find_engine() -> str:
 
 
 def find_base_image(engine: str) -> str:
-    default = re.findall(r"^ARG BASE_IMAGE=(\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    base = os.environ.get("BASE_IMAGE", default[0])
+    base = os.environ.get("BASE_IMAGE") or re.findall(r"\nARG BASE_IMAGE=(\S+)", (ROOT / "Dockerfile").read_text())[0]
     if not attempt(engine, "image", "inspect", base)[0]:
         pulled, reason = attempt(engine, "pull", base)
         if not pulled:
@@ -89,13 +88,9 @@ def find_base_image(engine: str) -> str:
 
 
 def build(engine: str, base: str) -> None:
-    values = {
-        "BASE_IMAGE": base,
-        "REVISION": output("git", "rev-parse", "HEAD"),
-        "SOURCE": os.environ.get("SOURCE", ROOT.as_uri()),
-        "CREATED": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    options = [word for name, value in values.items() for word in ("--build-arg", f"{name}={value}")]
+    arguments = [f"BASE_IMAGE={base}", f"REVISION={output('git', 'rev-parse', 'HEAD')}", f"SOURCE={ROOT.as_uri()}"]
+    arguments.append(f"CREATED={datetime.now(UTC).isoformat(timespec='seconds')}")
+    options = [word for argument in arguments for word in ("--build-arg", argument)]
     options += ["--format", "docker"] if engine == "podman" else []  # for HEALTHCHECK
     options += shlex.split(os.environ.get("BUILD_OPTIONS", ""))
     command = [engine, "build", "--target", "service", "--tag", IMAGE, *options, str(ROOT)]
@@ -106,13 +101,13 @@ def build(engine: str, base: str) -> None:
 
 
 @contextmanager
-def started(command: Sequence[str], environment: Mapping[str, str]) -> Iterator[Process]:
+def started(command: Sequence[str], extra: Mapping[str, str]) -> Iterator[Process]:
     """Start a command; print the end of its output if a check fails."""
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | extra, stdout=log, stderr=log, process_group=0)
         try:
             yield process
-        except AssertionError:
+        except (AssertionError, subprocess.TimeoutExpired):
             log.seek(0)
             print(log.read().decode(errors="replace")[-4000:], file=sys.stderr)
             raise
@@ -196,8 +191,7 @@ def check_service(engine: str) -> None:
                 killer.stdout.readline()  # type: ignore[union-attr]
                 survived, gap = stream(partial(killer.stdin.write, b"\n"))  # type: ignore[union-attr]
             assert survived == text, "another text after the death of the worker"
-            restarts = re.search(r'restarts_total\{.*"signal".*\} 1', request("/metrics").read().decode())
-            assert restarts, "no worker was killed"
+            assert re.search(rb'restarts_total\{.*"signal".*\} 1', request("/metrics").read()), "no worker was killed"
             report("worker killed", f"the same text, longest gap {gap:.2f} s")
             began = time.monotonic()
             drained, _ = stream(process.terminate)  # `docker run` passes the signal on
@@ -210,22 +204,24 @@ def check_service(engine: str) -> None:
 
 def check_compose(engine: str, base: str) -> None:
     """Run README's commands of compose as they are written."""
-    has_compose, _ = attempt(engine, "compose", "version")
+    missing = {} if shutil.which("nvidia-smi") else {"--profile gpu": "no GPU"}
+    pulled, reason = attempt(engine, "compose", "--profile", "monitoring", "pull", "--quiet")
+    if not pulled:
+        missing["--profile monitoring" if attempt(engine, "compose", "version")[0] else "compose"] = reason
     environment = {"COMPOSE_PROJECT_NAME": CONTAINER, "PUBLISH_PORT": str(PORT), "BASE_IMAGE": base}
     for text in re.findall(r"^\$ docker (compose .*?) *(?:#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE):
-        if not has_compose or ("--profile gpu" in text and not shutil.which("nvidia-smi")):
-            report("compose", f"skipped, no {'GPU' if has_compose else 'compose'}: {text}")
+        if reasons := [why for option, why in missing.items() if option in text]:
+            report("compose", f"skipped ({reasons[-1]}): {text}")
             continue
         with started([engine, *text.split()], environment) as process:
             try:
                 seconds = seconds_until(partial(is_ready, process), 1200, "ready")
                 if " up " in text:
-                    process.send_signal(signal.SIGINT)
+                    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
                 code = process.wait(300)
                 assert code in (0, 130), f"exit code {code} of {text}"
                 report("compose", f"ready after {seconds:.0f} s: {text}")
             finally:
-                process.kill()
                 attempt(engine, "compose", "--project-name", CONTAINER, "--profile", "*", "down", "--volumes")
 
 
@@ -242,7 +238,7 @@ def main() -> int:
     except SkippedError as skipped:
         print(f"test-image: SKIPPED, nothing was tested. {skipped}")
         return int(os.environ.get("REQUIRE") == "1")
-    except AssertionError as failed:
+    except (AssertionError, subprocess.TimeoutExpired) as failed:
         print(f"test-image: FAILED: {failed}", file=sys.stderr)
         return 1
     print("test-image: passed")
