@@ -3,28 +3,19 @@
 # docker build --target loadtest .                   load test with locust, without torch
 #
 # Needs BuildKit: Docker Engine 23.0, 20.10 with DOCKER_BUILDKIT=1, or Podman 4.3 with --format docker (for HEALTHCHECK).
-ARG PYTHON_VERSION=3.12
+# Python's official image. With another tag and digest, or a mirror: --build-arg BASE_IMAGE=python@sha256:...
+ARG BASE_IMAGE=python:3.12.14-slim-trixie@sha256:f77ac9e44ae96ef2c90b8053ea08c31f8be030f824196b0ae4db6d462c84e51f
 
-FROM python:${PYTHON_VERSION}-slim AS base
+FROM ${BASE_IMAGE} AS base
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/kvasir/bin:$PATH
 # A numeric user id, because Kubernetes' runAsNonRoot can verify only numeric ids.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvasir
 
-# Requirement lists of the images. Only pyproject.toml and constraints.txt invalidate the dependency layers.
-FROM base AS requirements
-WORKDIR /src
-COPY pyproject.toml constraints.txt ./
-RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-    extras = project['optional-dependencies']; \
-    lists = {'service': project['dependencies'] + extras['traces'] + extras['kv-events'], 'loadtest': extras['loadtest']}; \
-    [open(name + '.txt', 'w').write('\n'.join(lines) + '\n') for name, lines in lists.items()]"
-
 FROM base AS build-loadtest
-WORKDIR /src
 RUN python -m venv /opt/kvasir
-COPY --from=requirements /src ./
+COPY requirements/loadtest.txt /src/
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip install --only-binary=:all: --constraint constraints.txt --requirement loadtest.txt
+    pip install --only-binary=:all: --require-hashes --no-deps --requirement /src/loadtest.txt
 
 FROM base AS loadtest
 RUN install --directory --owner=kvasir --group=kvasir /results
@@ -51,8 +42,10 @@ WORKDIR /src
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/*
-RUN python -m venv /opt/kvasir
-COPY --from=requirements /src ./
+RUN python -m venv /opt/kvasir && python -m venv /opt/tools
+COPY requirements requirements
+RUN --mount=type=cache,target=/root/.cache/pip \
+    /opt/tools/bin/pip install --no-compile --only-binary=:all: --require-hashes --no-deps --requirement requirements/tools.txt
 # PyTorch's index has a build of torch for each CUDA version, and a CPU build of a tenth of the size.
 # TORCH_INDEX sets another index, such as a mirror, or the index of another CUDA version.
 ARG TORCH_VARIANT=cpu
@@ -63,16 +56,16 @@ RUN --mount=type=cache,target=/root/.cache/pip \
         cuda) build=cu130 ;; \
         *) echo "TORCH_VARIANT must be cpu or cuda, not $TORCH_VARIANT" >&2; exit 1 ;; \
     esac \
-    && pip install --no-compile --only-binary=:all: --constraint constraints.txt \
-        --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" torch \
-    && pip install --no-compile --only-binary=:all: --constraint constraints.txt --requirement service.txt
+    && pip install --no-compile --only-binary=:all: --require-hashes --no-deps --requirement requirements/serve.txt \
+    && pip install --no-compile --only-binary=:all: \
+        --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" --requirement requirements/torch.txt
 COPY README.md LICENSE pyproject.toml ./
 COPY model model
 COPY service service
 COPY loadtest loadtest
 RUN python -m model.kernels.build
 RUN --mount=type=cache,target=/root/.cache/pip \
-    pip wheel --no-deps --wheel-dir /wheels . && pip install --no-compile --no-deps /wheels/*.whl
+    pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . && pip install --no-compile --no-deps /wheels/*.whl
 # Remove files that serving never loads: torch's headers and tests, pip, and on CPUs the dependencies of torch.compile.
 # Then write bytecode, because a read-only root file system cannot store it later. Only modules that a start imports
 # are compiled: 40 MB of bytecode instead of 115 MB.
@@ -84,6 +77,8 @@ RUN cd /opt/kvasir/lib/python*/site-packages \
     && python -m compileall -q model service \
     && python -c "import service.cli.main, service.cli.serve, service.worker.engine_factory, service.worker.worker, pydantic.v1, \
         uvicorn.lifespan.on, uvicorn.loops.auto, uvicorn.protocols.http.auto, uvicorn.protocols.websockets.auto"
+RUN /opt/tools/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+    --output-file /opt/kvasir/sbom.cdx.json /opt/kvasir/bin/python
 
 FROM base AS service
 ARG TORCH_VARIANT=cpu
@@ -107,3 +102,15 @@ USER 10001:10001
 EXPOSE 8000
 HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["python", "-m", "service.cli.healthcheck"]
 CMD ["kvasir", "serve"]
+# Last, because the arguments change with every build.
+ARG VERSION=0.1.0
+ARG REVISION
+ARG SOURCE
+ARG CREATED
+LABEL org.opencontainers.image.title="Kvasir" \
+    org.opencontainers.image.description="Inference service for decoder-only language models" \
+    org.opencontainers.image.licenses="Apache-2.0" \
+    org.opencontainers.image.version="$VERSION" \
+    org.opencontainers.image.revision="$REVISION" \
+    org.opencontainers.image.source="$SOURCE" \
+    org.opencontainers.image.created="$CREATED"

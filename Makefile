@@ -8,10 +8,13 @@ SEED ?= 1
 BIN := .venv/bin
 SERVING := .venv/.serving
 INSTALLED := .venv/.installed
+TOOLS := .venv-tools
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+LOCKED := $(PIP_INSTALL) --require-hashes --no-deps
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test families test-fast test-clients check format bench performance peers attention loadtest fuzz test-faults audit check-monitoring clean
+.PHONY: help install serve test families test-fast test-clients check format bench performance peers attention loadtest fuzz test-faults test-image lock audit sbom check-monitoring clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -19,18 +22,27 @@ help: ## list the targets
 install: $(INSTALLED) ## install everything for serving, tests and benchmarks into .venv; `make serve` installs only what serving needs
 
 # Two stamp files for one environment: $(SERVING) has what serving needs, and $(INSTALLED) adds what tests need.
-# The extra `plots` is for pictures by `kvasir train` and `kvasir inspect attention`. Serving images leave it out.
-$(SERVING): pyproject.toml constraints.txt
+# plots.txt is for pictures by `kvasir train` and `kvasir inspect attention`. Serving images leave it out.
+# pip checks the hash of every file but torch's: docs/operations.md, "Dependencies".
+$(SERVING): pyproject.toml $(addprefix requirements/,serve.txt plots.txt torch.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than Python 3.11; run: make PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing torch, LitServe and the other dependencies of serving into .venv. This takes some minutes, once."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[plots]'
+	$(BIN)/python $(LOCKED) --requirement requirements/serve.txt --requirement requirements/plots.txt
+	$(BIN)/python $(PIP_INSTALL) --requirement requirements/torch.txt
+	$(BIN)/python $(PIP_INSTALL) --no-deps --no-build-isolation --editable .
 	@$(BIN)/python -m model.kernels.build --local || echo "The native kernels were not built, so PyTorch's slower kernels are used. For native kernels install a C++ compiler, then run: $(BIN)/python -m model.kernels.build --local"
 	@touch $@
 
-$(INSTALLED): $(SERVING)
+$(INSTALLED): $(SERVING) requirements/dev.txt
 	@echo "Installing the dependencies of tests and benchmarks into .venv. This takes some more minutes, once."
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(LOCKED) --no-build-isolation --requirement requirements/dev.txt
+	@touch $@
+
+# The environment of `make lock`, `make audit` and `make sbom`.
+$(TOOLS)/.installed: requirements/tools.txt
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python $(LOCKED) --requirement $<
 	@touch $@
 
 serve: $(SERVING) ## serve the shipped model on http://127.0.0.1:8000; CHECKPOINT=DIR, PORT=N and HOST=0.0.0.0 (or ::) change model and address
@@ -101,17 +113,36 @@ loadtest: install ## run locust for 1 minute against a service on 127.0.0.1:8000
 	$(BIN)/locust -f loadtest/locustfile.py --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)
 
 fuzz: $(INSTALLED) ## coverage-guided fuzzing of all parsers of untrusted input, 1 minute each; SECONDS=N (Linux, Python 3.11 to 3.13)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt atheris
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
 
-audit: install ## check installed packages against PyPI's advisories of known vulnerabilities (needs the internet)
-	$(PYTHON) -m venv .venv-audit
-	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
-	$(BIN)/python -m pip freeze --exclude-editable >.venv-audit/requirements.txt
-	.venv-audit/bin/pip-audit --disable-pip --no-deps --requirement .venv-audit/requirements.txt
+lock: $(TOOLS)/.installed ## write the lock files in requirements/, from pip's index, for Python 3.11 and newer; UPGRADE=1 takes the newest versions
+	$(COMPILE) --extra dev --output-file requirements/dev.txt pyproject.toml
+	$(COMPILE) --extra traces --extra kv-events --constraint requirements/dev.txt --output-file requirements/serve.txt pyproject.toml
+	$(EXTRA) plots | $(COMPILE) --constraint requirements/dev.txt --output-file requirements/plots.txt -
+	$(EXTRA) loadtest | $(COMPILE) --constraint requirements/dev.txt --output-file requirements/loadtest.txt -
+	printf '%s\n' cyclonedx-bom pip-audit uv | $(COMPILE) --output-file requirements/tools.txt -
+
+# uv does not read pip's configuration. Its universal mode writes one file for all platforms and versions of Python.
+COMPILE = UV_DEFAULT_INDEX="$${PIP_INDEX_URL:-$$($(PYTHON) -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}" \
+	$(TOOLS)/bin/uv pip compile --quiet --system-certs --universal --python-version 3.11 --generate-hashes --no-annotate \
+	--custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade) --no-emit-package torch --constraint requirements/torch.txt
+EXTRA = $(TOOLS)/bin/python -c 'import sys, tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"][sys.argv[1]], sep="\n")'
+
+audit: $(TOOLS)/.installed ## check the locked packages against PyPI's advisories of known vulnerabilities (needs the internet)
+	@$(TOOLS)/bin/python -c 'import requests; requests.get("https://pypi.org/pypi/pip/24.0/json", timeout=30).raise_for_status()' 2>/dev/null || { echo "Nothing was checked: PyPI's advisories (https://pypi.org/pypi) cannot be read from here. Run this on a machine with access to PyPI itself; mirrors have no advisories."; exit 1; }
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --requirement requirements/dev.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --requirement requirements/tools.txt
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --no-deps --requirement requirements/torch.txt
+
+sbom: install $(TOOLS)/.installed ## write a CycloneDX SBOM of .venv to build/sbom.cdx.json; the image has its own in /opt/kvasir
+	@mkdir -p build
+	$(TOOLS)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --output-file build/sbom.cdx.json $(BIN)/python
+
+test-image: ## build the image with docker or podman, run it, and check it; skipped without an engine; REQUIRE=1 fails instead
+	$(PYTHON) -m tests.image
 
 check-monitoring: ## check monitoring/ with promtool, and with Prometheus on a running service (needs prometheus); PORT=N
 	monitoring/check.sh http://$(HOST):$(PORT)
 
 clean: ## remove environments, caches and build files
-	rm -rf .venv .venv-clients .venv-peers .venv-audit build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-peers .venv-tools build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

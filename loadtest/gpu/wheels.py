@@ -3,7 +3,7 @@
     python -m loadtest.gpu.wheels FOLDER
 
 The machine has Python 3.12, and the packages in `PRESENT`. All other packages that the suite's modules import, and
-their dependencies, are downloaded in the versions of constraints.txt.
+their dependencies, are downloaded in the versions of requirements/dev.txt.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def _dependencies(name: str) -> list[str]:
 
 def requirements() -> list[str]:
     """Return the distributions to download, each with its version, such as "msgspec==0.22.0"."""
-    pinned = re.findall(r"^([\w.-]+)==(\S+)$", (_ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    pinned = re.findall(r"^([\w.-]+)==(\S+)", (_ROOT / "requirements/dev.txt").read_text(), re.MULTILINE)
     versions = {canonicalize_name(name): version for name, version in pinned}
     names = needed_distributions(imported_packages(suite_files()))
     return [f"{name}=={versions[canonicalize_name(name)]}" for name in sorted(names)]

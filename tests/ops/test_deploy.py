@@ -247,7 +247,7 @@ def test_a_plain_docker_run_has_the_protections_of_compose() -> None:
         f"--shm-size {service['shm_size']}",
         f"--stop-timeout {service['stop_grace_period'].removesuffix('s')}",
         f"--pids-limit {limits['pids']}",
-        "--publish 127.0.0.1:8000:8000",
+        '--publish "127.0.0.1:${PUBLISH_PORT:-8000}:8000"',
         ":/checkpoint:ro",
     ):
         assert option in script

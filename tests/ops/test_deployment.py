@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from check_jsonschema.builtin_schemas import get_builtin_schema
 from jsonschema.validators import validator_for
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from model.kernels.build import LEVELS, library_name
 from service.cli import healthcheck
@@ -23,6 +25,7 @@ from service.config.settings import ServeSettings, read_settings
 from service.supervisor.supervisor import API_CLOSE_SECONDS
 from tests.ops.deployment import ROOT, compose_variables, dockerfile, read_yaml, seconds, with_defaults
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMPOSE = read_yaml("docker-compose.yml")
 SERVICES: dict[str, Any] = COMPOSE["services"]
 KVASIR = {"kvasir", "kvasir-gpu"}
@@ -198,11 +201,10 @@ def test_only_the_build_and_service_stages_install_debian_packages() -> None:
 
 def test_dependencies_are_installed_before_sources_are_copied() -> None:
     order = [f"{each.name} {each.value}" for each in DOCKERFILE if each.stage == "build"]
-    installed = next(i for i, text in enumerate(order) if "--requirement service.txt" in text)
+    installed = next(i for i, text in enumerate(order) if "requirements/serve.txt" in text)
     first_source = next(i for i, text in enumerate(order) if text.startswith("COPY model"))
     assert installed < first_source
-    copied = [each.value for each in DOCKERFILE if each.name == "COPY" and each.stage in ("requirements", "build")]
-    assert copied[:2] == ["pyproject.toml constraints.txt ./", "--from=requirements /src ./"]
+    assert "COPY requirements requirements" in order[:installed]
 
 
 def test_the_wheel_contains_the_native_kernels() -> None:
@@ -227,12 +229,30 @@ def test_copied_paths_exist_and_are_not_ignored() -> None:
                 assert (ROOT / source).exists(), f"{source} does not exist"
 
 
-def test_the_default_python_version_is_supported() -> None:
+def test_the_base_image_is_pinned_and_its_python_supported() -> None:
     arguments = {name: value for each in instructions("ARG", "") for name, value in each.pairs().items()}
-    requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    assert tuple(map(int, arguments["PYTHON_VERSION"].split("."))) >= tuple(
-        map(int, requires.removeprefix(">=").split("."))
-    )
+    pinned = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-\w+@sha256:[0-9a-f]{64}", arguments["BASE_IMAGE"])
+    assert pinned is not None
+    assert Version(pinned[1]) in SpecifierSet(PROJECT["requires-python"])
+
+
+def test_labels_have_the_version_of_the_package() -> None:
+    arguments = [each.value for each in instructions("ARG", "service")]
+    (labels,) = instructions("LABEL", "service")
+    assert f"VERSION={PROJECT['version']}" in arguments
+    assert labels.pairs()["org.opencontainers.image.licenses"] == PROJECT["license"]
+    assert {value[1:] for value in labels.pairs().values() if value.startswith("$")} <= {
+        name.partition("=")[0] for name in arguments
+    }
+
+
+def test_pip_checks_the_hashes_of_all_packages_but_torch() -> None:
+    for each in DOCKERFILE:
+        for part in re.findall(r"pip install [^&]*", each.value):
+            assert "--require-hashes --no-deps" in part or part.split()[-1] in (
+                "requirements/torch.txt",
+                "/wheels/*.whl",
+            )
 
 
 def test_torch_is_installed_from_an_explicit_index() -> None:
@@ -242,11 +262,13 @@ def test_torch_is_installed_from_an_explicit_index() -> None:
     assert builds.keys() == {SERVICES[name]["build"]["args"]["TORCH_VARIANT"] for name in KVASIR}
     assert builds["cpu"] == "cpu"
     assert re.fullmatch(r"cu\d+", builds["cuda"])
-    assert '--index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" torch' in install
+    assert (
+        '--index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" --requirement requirements/t' in install
+    )
     assert {"ARG TORCH_VARIANT=cpu", "ARG TORCH_INDEX"} <= {
         f"ARG {each.value}" for each in instructions("ARG", "build")
     }
-    assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert re.search(r"^torch==\d+\.\d+\.\d+$", (ROOT / "requirements/torch.txt").read_text(), re.M)
 
 
 def test_the_default_target_is_the_service() -> None:
@@ -258,10 +280,11 @@ def test_bytecode_is_compiled_only_for_modules_imported_at_start() -> None:
     build = [each.value for each in DOCKERFILE if each.stage == "build" and each.name == "RUN"]
     installs = [part for value in build for part in value.split("&&") if "pip install" in part]
     assert all("--no-compile" in part for part in installs)
-    (imported,) = re.findall(r'python -c "import ([\w., ]+)"$', build[-1])
+    (step,) = (each for each in build if "compileall" in each)
+    (imported,) = re.findall(r'python -c "import ([\w., ]+)"$', step)
     modules = imported.split(", ")
     assert {"service.cli.serve", "service.worker.worker", "service.worker.engine_factory"} <= set(modules)
-    assert "python -m compileall -q model service" in build[-1]
+    assert "python -m compileall -q model service" in step
 
 
 # The load test's image.

@@ -14,32 +14,35 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-BARE, WHOLE = "--editable '.[plots]'", "--editable '.[dev]'"
+BARE, WHOLE = ["serve.txt", "plots.txt", "torch.txt", "--editable ."], ["dev.txt"]
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """Return a checkout without an environment."""
-    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
-        shutil.copy(ROOT / name, tmp_path)
-        os.utime(tmp_path / name, (100, 100))
+    (tmp_path / "requirements").mkdir()
+    for path in (ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "requirements").iterdir()):
+        copied = shutil.copy(path, tmp_path / path.relative_to(ROOT))
+        os.utime(copied, (100, 100))
     return tmp_path
 
 
 def installed(target: str, here: Path) -> list[str]:
-    """Return the arguments that a target passes to pip."""
+    """Return the lock files that a target installs. pip checks the hashes of all but torch's."""
     done = subprocess.run(["make", "-n", target], cwd=here, capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if "pip install" in line]
-    return [line[line.index("--editable") :] for line in lines]
+    for line in lines:
+        assert "--require-hashes --no-deps" in line or line.endswith(("--editable .", "requirements/torch.txt"))
+    return [name for line in lines for name in re.findall(r"\w+\.txt|--editable \.", line)]
 
 
 @pytest.mark.parametrize(
     ("stamps", "to_serve", "to_test"),
     [
-        ({}, [BARE], [BARE, WHOLE]),
-        ({".serving": 200}, [], [WHOLE]),
+        ({}, BARE, BARE + WHOLE),
+        ({".serving": 200}, [], WHOLE),
         ({".serving": 200, ".installed": 201}, [], []),
-        ({".serving": 50, ".installed": 51}, [BARE], [BARE, WHOLE]),  # older than pyproject.toml
+        ({".serving": 50, ".installed": 51}, BARE, BARE + WHOLE),  # older than pyproject.toml
     ],
 )
 def test_each_target_installs_what_it_lacks(
@@ -65,13 +68,31 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name.group()).lower()
 
 
-def test_every_declared_dependency_is_locked() -> None:
+def locked(name: str) -> dict[str, str]:
+    """Return the versions in a lock file, each of which has hashes."""
+    text = (ROOT / "requirements" / f"{name}.txt").read_text()
+    assert "//" not in text, "an index"
+    entries = re.split(r"\n(?! )", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).strip())
+    assert all("--hash=sha256:" in entry for entry in entries)
+    return dict(entry.split(" ")[0].split("==") for entry in entries)
+
+
+def test_lock_files_hold_all_dependencies_in_the_same_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [requirement for group in project["optional-dependencies"].values() for requirement in group]
-    declared = {canonical(requirement) for requirement in (*project["dependencies"], *extras)} - {"kvasir"}
-    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[\w.-]+==[\w.!+-]+", line) for line in lines)
-    assert declared <= {canonical(line) for line in lines}
+    extras = project["optional-dependencies"]
+    wanted = {
+        "serve": [*project["dependencies"], *extras["traces"], *extras["kv-events"], "setuptools"],
+        "plots": extras["plots"],
+        "loadtest": extras["loadtest"],
+        "dev": [*project["dependencies"], *(requirement for group in extras.values() for requirement in group)],
+        "tools": ["cyclonedx-bom", "pip-audit", "uv"],
+    }
+    for name, requirements in wanted.items():
+        declared = {canonical(requirement) for requirement in requirements} - {"kvasir", "torch"}
+        assert declared <= locked(name).keys()
+        if name != "tools":
+            assert locked(name).items() <= locked("dev").items()
+    assert "torch" not in locked("loadtest")
 
 
 def test_every_import_is_a_declared_dependency() -> None:

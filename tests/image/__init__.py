@@ -1,0 +1,1 @@
+"""Test of the container image with a real engine: `make test-image`."""
