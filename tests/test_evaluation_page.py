@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.config.flags import flag_of
-from service.config.settings import EvalSettings
+from service.config.training_settings import EvalSettings
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "evaluation.md").read_text()

@@ -27,7 +27,8 @@ from model.system.limits import usable_cpus
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, load_train_config
 from model.training.corpus import check_sources, read_source
-from service.config.settings import EvalSettings, SettingsError
+from service.config.settings import SettingsError
+from service.config.training_settings import EvalSettings
 from service.engine.engine import complete_batch
 from service.worker.engine_factory import (
     check_quantize,

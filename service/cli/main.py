@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from model.checkpoint.read_ahead import read_ahead
 from model.io.files import error_line, first_line
-from service.config import client_settings
+from service.config import client_settings, training_settings
 from service.config import settings as config
 from service.config.flags import CommandSettings
 from service.config.torch_environment import set_torch_environment
@@ -44,8 +44,10 @@ COMMANDS = {
     "batch": Command("answer a file of requests in OpenAI's batch format", client_settings.BatchSettings, "batch:main"),
     "generate": Command("complete a text in this process, without a server", config.GenerateSettings, "generate:main"),
     "chat": Command("chat with the model of a running server", client_settings.ChatSettings, "chat:main"),
-    "train": Command("train a model and write its checkpoint", config.TrainSettings, "train:main"),
-    "eval": Command("evaluate a model on held-out texts, minimal pairs, samples", config.EvalSettings, "eval:main"),
+    "train": Command("train a model and write its checkpoint", training_settings.TrainSettings, "train:main"),
+    "eval": Command(
+        "evaluate a model on held-out texts, minimal pairs, samples", training_settings.EvalSettings, "eval:main"
+    ),
     "bench": Command("measure the engine in this process"),
     "tokenize": Command("show how a text becomes token ids", config.TokenizeSettings, "inspect:tokenize"),
     "export-tokenizer": Command(

@@ -23,7 +23,8 @@ from model.training.config import MAX_NAME_CHARACTERS, TrainConfig, load_train_c
 from model.training.state import RUN_FILES
 from model.training.train import RunSettings, can_compile, default_precision, train
 from service.cli.main import INTERRUPTED, program
-from service.config.settings import SettingsError, TrainSettings
+from service.config.settings import SettingsError
+from service.config.training_settings import TrainSettings
 from service.engine.engine import complete_batch
 from service.worker.engine_factory import find_device, free_bytes, keep_freed_memory
 

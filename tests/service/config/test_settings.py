@@ -11,17 +11,16 @@ from service.config import settings as settings_module
 from service.config.client_settings import BatchSettings
 from service.config.flags import is_secret, variable_of
 from service.config.settings import (
-    EvalSettings,
     GenerateSettings,
     ServeSettings,
     SettingsError,
     TokenizeSettings,
-    TrainSettings,
     context_length,
     effective_values,
     find_default_checkpoint,
     read_settings,
 )
+from service.config.training_settings import EvalSettings, TrainSettings
 from service.protocol.request_model import MAX_PROMPTS
 
 
