@@ -136,8 +136,7 @@ def is_healthy(engine: str) -> bool:
 
 def stream(act: Callable[[], object] = lambda: None) -> tuple[str, float]:
     """Stream a completion, and act after 20 chunks. Return the text and the longest time between two chunks."""
-    texts = list[str]()
-    gap, before = 0.0, time.monotonic()
+    texts, gap, before = list[str](), 0.0, time.monotonic()
     for line in request("/v1/completions", PROMPT):
         if line == b"data: [DONE]\n":
             return "".join(texts), gap
@@ -205,21 +204,22 @@ def check_service(engine: str) -> None:
 def check_compose(engine: str, base: str) -> None:
     """Run README's commands of compose as they are written."""
     missing = {} if shutil.which("nvidia-smi") else {"--profile gpu": "no GPU"}
+    if not attempt(engine, "compose", "version")[0]:
+        missing["compose"] = "no compose"
     pulled, reason = attempt(engine, "compose", "--profile", "monitoring", "pull", "--quiet")
     if not pulled:
-        missing["--profile monitoring" if attempt(engine, "compose", "version")[0] else "compose"] = reason
+        missing["--profile monitoring"] = reason
     environment = {"COMPOSE_PROJECT_NAME": CONTAINER, "PUBLISH_PORT": str(PORT), "BASE_IMAGE": base}
     for text in re.findall(r"^\$ docker (compose .*?) *(?:#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE):
         if reasons := [why for option, why in missing.items() if option in text]:
-            report("compose", f"skipped ({reasons[-1]}): {text}")
+            report("compose", f"skipped ({reasons[0]}): {text}")
             continue
         with started([engine, *text.split()], environment) as process:
             try:
                 seconds = seconds_until(partial(is_ready, process), 1200, "ready")
                 if " up " in text:
                     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-                code = process.wait(300)
-                assert code in (0, 130), f"exit code {code} of {text}"
+                assert process.wait(300) in (0, 130), f"exit code {process.returncode} of {text}"
                 report("compose", f"ready after {seconds:.0f} s: {text}")
             finally:
                 attempt(engine, "compose", "--project-name", CONTAINER, "--profile", "*", "down", "--volumes")
