@@ -222,7 +222,7 @@ class ServeSettings(ModelSettings):
     log_format: Literal["text", "json"] = option("operation", "text")
     """format of log lines; json: one object per line, and one line per request at its end"""
     log_prompts: bool = option("operation", False)
-    """write the prompts and completions of requests to the log; needs --log-format json"""
+    """log the prompts and completions of requests; needs --log-format json"""
     otlp_endpoint: str | None = option("operation", None, metavar="URL")
     """collector of OpenTelemetry traces, over HTTP, such as http://127.0.0.1:4318; OTEL_EXPORTER_OTLP_ENDPOINT sets it
     too (default: no traces)"""

@@ -81,7 +81,9 @@ def test_an_unsupported_model_type_exits_with_one_line(tmp_path: Path, monkeypat
         convert(exported, monkeypatch)
 
 
-def test_an_unknown_type_exits_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_argument_exits_with_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SystemExit, match=r"no config\.json is in it; give the directory that"):
+        convert(tmp_path, monkeypatch)
     with pytest.raises(SystemExit, match=r"give DIR, OUT\.gguf and perhaps a type of F32"):
         convert(tmp_path, monkeypatch, "Q4_K")
 

@@ -63,6 +63,8 @@ def main() -> None:
     if len(sys.argv) not in (3, 4) or (sys.argv[3:] and sys.argv[3] not in _TYPES):
         sys.exit(f"give DIR, OUT.gguf and perhaps a type of {', '.join(_TYPES)}")
     source, out = Path(sys.argv[1]), Path(sys.argv[2])
+    if not (source / "config.json").is_file():
+        sys.exit(f"{source}: no config.json is in it; give the directory that `kvasir convert --export` has written")
     wanted = gguf.GGMLQuantizationType[sys.argv[3] if len(sys.argv) > 3 else "F32"]
     config = json.loads((source / "config.json").read_text())
     model_type = config["model_type"]
