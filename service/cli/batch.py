@@ -12,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -218,7 +218,8 @@ class BatchOutput:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # a line that could not be written
+            self._file.close()
 
     def has(self, line: BatchLine) -> bool:
         """Return True if the file has the output of this input line, so that the line need not be sent."""
@@ -239,8 +240,12 @@ class BatchOutput:
             "response": response,
             "error": error,
         }
-        self._file.write(json.dumps(values, ensure_ascii=False).encode(errors="replace") + b"\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(values, ensure_ascii=False).encode(errors="replace") + b"\n")
+            self._file.flush()
+        except OSError as error:
+            problem = f"{self._file.name}: {error.strerror}; make room, and run the same command to continue"
+            raise ValueError(problem) from error
         self._add(values)
 
     def _add(self, values: dict[str, Any]) -> None:

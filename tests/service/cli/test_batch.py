@@ -1,5 +1,7 @@
 """Command `kvasir batch` against a fake server, and with a server of its own."""
 
+import errno
+import io
 import json
 import os
 import signal
@@ -16,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from service.cli.batch import BatchLine, BatchOutput
 from service.cli.main import main
 from service.config.client_settings import BatchSettings
 from service.config.settings import ServeSettings
@@ -183,6 +186,21 @@ def test_a_malformed_line_becomes_an_error_line_once(server: FakeServer, tmp_pat
     assert error["error"]["line"] == 2
     assert error["error"]["message"].startswith(f"line 2: {said}")
     assert len(server.asked) == 1
+
+
+class _FullDisk(io.BytesIO):
+    name = "out"
+
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    close = flush  # as of a buffered file, which tries to write again
+
+
+def test_a_full_disk_is_named_with_the_file() -> None:
+    expected = "^out: No space left on device; make room, and run the same command to continue$"
+    with pytest.raises(ValueError, match=expected), BatchOutput(_FullDisk(), set()) as output:
+        output.write_error(BatchLine(number=1, custom_id="a", error="bad"))
 
 
 def test_repeated_ids_are_an_error_before_anything_is_sent(
