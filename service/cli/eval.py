@@ -29,10 +29,10 @@ from model.training.config import SourceConfig, load_train_config
 from model.training.corpus import check_sources, read_source
 from service.config.settings import EvalSettings, SettingsError
 from service.engine.engine import complete_batch
+from service.worker.devices import find_device
 from service.worker.engine_factory import (
     check_quantize,
     find_cache_dtype,
-    find_device,
     find_quantization,
     prepare_matrices,
 )

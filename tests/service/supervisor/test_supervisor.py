@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from service.ipc.shared_state import Lifecycle, Phase
+from service.ipc.shared_state import Lifecycle, Phase, WorkerState
 from service.supervisor.supervisor import StartError, Supervisor, check_port, failed_start, listen
+from service.supervisor.worker_slot import WorkerSlot
 from service.worker.worker import EXIT_CHECKPOINT_CHANGED, EXIT_SETTINGS, EXIT_START_FAILED
 
 
@@ -50,25 +51,44 @@ class FakeProcess:
 class Bench:
     """Supervisor of fake processes, and the processes that it has started."""
 
-    def __init__(self, *, has_standby: bool = True, hang_seconds: float = 0.0, drain_seconds: float = 3600.0) -> None:
+    def __init__(
+        self,
+        *,
+        has_standby: bool = True,
+        hang_seconds: float = 0.0,
+        drain_seconds: float = 3600.0,
+        num_workers: int = 1,
+    ) -> None:
         self.lifecycle = Lifecycle(main_pid=os.getpid())
         self.lifecycle.enter(Phase.SERVING)
-        self.lifecycle.ready_epoch.value = 0
+        self.states = [WorkerState() for _ in range(num_workers)]
+        self.state = self.states[0]
+        for state in self.states:
+            state.ready_epoch.value = 0
         self.started: list[FakeProcess] = []
         self.forked: list[FakeProcess] = []  # standbys that workers have forked
         self.now = 100.0
         self.error: OSError | None = None
         self.can_fork = True
         self.api: Any = FakeProcess()
-        first: Any = FakeProcess()
         times = {"hang_seconds": hang_seconds, "drain_seconds": drain_seconds}
         values = SimpleNamespace(standby=has_standby, otlp_endpoint=None, **times)
         self.settings = cast(Any, values)
+        self.slots = [
+            WorkerSlot(
+                state,
+                self._begin,
+                name=f"worker {index}" if num_workers > 1 else "the worker",
+                clock=lambda: self.now,
+            )
+            for index, state in enumerate(self.states)
+        ]
+        for slot in self.slots:
+            slot.process = cast(Any, FakeProcess())
         self.supervisor = Supervisor(
             self.lifecycle,
-            worker=first,
+            slots=self.slots,
             start_worker=self._start,
-            begin=self._begin,
             start_api=lambda: self.api,
             settings=self.settings,
             clock=lambda: self.now,
@@ -89,7 +109,7 @@ class Bench:
 
     @property
     def worker(self) -> Any:
-        return self.supervisor._worker
+        return self.slots[0].process
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +128,7 @@ class Bench:
         while self.now < until and self.worker.is_alive() and self.api.is_alive():
             self.now += 0.1
             if "worker" in beating:
-                self.lifecycle.beat()
+                self.state.beat()
             if "api" in beating:
                 self.lifecycle.record_api_heartbeat()
             self.check()
@@ -143,12 +163,12 @@ def _handlers_as_before() -> Iterator[None]:
 )
 def test_worker_that_ends_while_starting_is_a_start_error(ended: int, said: str, code: int) -> None:
     bench = Bench()
-    bench.lifecycle.phase.value, bench.lifecycle.ready_epoch.value = Phase.STARTING, -1
+    bench.lifecycle.phase.value, bench.state.ready_epoch.value = Phase.STARTING, -1
     bench.worker.exitcode = ended
     with pytest.raises(StartError) as failure:
         bench.supervisor.run()
     assert (str(failure.value), failure.value.exit_code) == (said, code)
-    assert str(failed_start(bench.worker)) == said
+    assert str(failed_start(bench.slots[0])) == said
     assert bench.is_over
 
 
@@ -174,8 +194,8 @@ def test_standby_becomes_the_worker_and_forks_the_next_standby(bench: Bench) -> 
     assert bench.kinds == ["standby"], "the first worker has forked none"
     bench.die()
     assert bench.worker is bench.started[0]
-    assert (bench.worker.num_begun, bench.lifecycle.epoch.value) == (1, 1)
-    bench.lifecycle.ready_epoch.value = 1
+    assert (bench.worker.num_begun, bench.state.epoch.value) == (1, 1)
+    bench.state.ready_epoch.value = 1
     bench.check()
     assert bench.kinds == ["standby"]
     bench.die()
@@ -188,7 +208,7 @@ def test_standby_that_no_worker_could_fork_is_started_when_the_worker_is_ready(b
     bench.die()
     bench.check()
     assert bench.kinds == ["worker"], "a starting worker needs the processors"
-    bench.lifecycle.ready_epoch.value = 1
+    bench.state.ready_epoch.value = 1
     bench.check()
     assert bench.kinds == ["worker", "standby"]
 
@@ -197,10 +217,10 @@ def test_forked_standby_without_memory_for_it_is_ended_when_the_worker_is_ready(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.die()
-    bench.lifecycle.has_standby_memory.value = False
+    bench.state.has_standby_memory.value = False
     bench.check()
     assert bench.forked[0].is_alive()
-    bench.lifecycle.ready_epoch.value = 1
+    bench.state.ready_epoch.value = 1
     bench.check()
     assert not bench.forked[0].is_alive()
     assert bench.kinds == ["worker"]
@@ -238,7 +258,7 @@ def test_standby_that_cannot_be_started_is_given_up_after_three_trials(
 
 
 def test_no_standby_starts_without_memory_for_it(bench: Bench) -> None:
-    bench.lifecycle.has_standby_memory.value = False
+    bench.state.has_standby_memory.value = False
     bench.check()
     assert bench.kinds == []
     bench.die()
@@ -250,8 +270,8 @@ def test_dead_workers_are_replaced_and_counted(bench: Bench) -> None:
     bench.die()
     bench.die(1)
     assert bench.kinds == ["worker", "worker"]
-    assert bench.lifecycle.epoch.value == 2
-    assert (bench.lifecycle.num_killed.value, bench.lifecycle.num_exited.value) == (1, 1)
+    assert bench.state.epoch.value == 2
+    assert (bench.state.num_killed.value, bench.state.num_exited.value) == (1, 1)
 
 
 def test_sixth_worker_death_within_a_minute_ends_the_service(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -410,7 +430,7 @@ def test_forked_child_ignores_the_inherited_signal_handler(bench: Bench, monkeyp
 
 
 def test_signal_while_the_worker_starts_ends_the_service_without_an_error(bench: Bench) -> None:
-    bench.lifecycle.phase.value, bench.lifecycle.ready_epoch.value = Phase.STARTING, -1
+    bench.lifecycle.phase.value, bench.state.ready_epoch.value = Phase.STARTING, -1
     bench.supervisor.on_signal(signal.SIGTERM, None)
     assert bench.supervisor.run() == 0
     assert not bench.worker.is_alive()
