@@ -36,14 +36,21 @@ def fake_workers(take: Callable[[Sequence[Command]], None]) -> dict[str, Any]:
 class Desk:
     """Engine client, with the commands that it has sent and the arguments of its callbacks."""
 
-    def __init__(self, *, waiting: int = 10) -> None:
+    def __init__(self, *, waiting: int = 10, workers: Sequence[FakeWorker] = (), block_size: int | None = None) -> None:
         self.sent: list[Command] = []
+        self.workers = workers or [FakeWorker(self._send)]
         self.hellos: list[WorkerReady] = []
         self.outcomes: list[str] = []
         self.late: list[int] = []
-        self.admission = Admission(max_num_running=2, max_waiting_requests=waiting, max_waiting_tokens=10_000)
+        self.admission = Admission(
+            max_num_running=2,
+            max_waiting_requests=waiting,
+            max_waiting_tokens=10_000,
+            num_workers=len(self.workers),
+        )
         self.engine_client = EngineClient(
-            **fake_workers(self._send),
+            workers=self.workers,
+            dispatcher=Dispatcher(self.workers, block_size),
             admission=self.admission,
             on_worker_ready=lambda hello, worker: self.hellos.append(hello),
             on_engine=lambda event, worker: None,

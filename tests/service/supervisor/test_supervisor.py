@@ -448,3 +448,67 @@ def test_end_of_the_service_leaves_no_process(bench: Bench) -> None:
     bench.supervisor.end()
     assert not bench.worker.is_alive()
     assert not bench.started[0].is_alive()
+
+
+def starting_pair() -> Bench:
+    """Return a bench of two workers in the phase STARTING, whose second worker has not been started."""
+    bench = Bench(num_workers=2)
+    bench.lifecycle.phase.value, bench.slots[1].process = Phase.STARTING, None
+    for state in bench.states:
+        state.ready_epoch.value = -1
+    return bench
+
+
+def test_the_second_worker_is_the_standby_of_the_first_and_has_its_cache_size() -> None:
+    bench = starting_pair()
+    bench.states[0].ready_epoch.value, bench.states[0].num_blocks.value = 0, 17
+    waits: list[float] = []
+
+    def start_api() -> Any:
+        waits.append(bench.now)
+        bench.supervisor.on_signal(signal.SIGTERM, None)
+        return bench.api
+
+    bench.supervisor._start_api = start_api
+    threading.Timer(0.1, lambda: setattr(bench.states[1].ready_epoch, "value", 0)).start()
+    assert bench.supervisor.run() == 0
+    assert len(waits) == 1, "the API process starts when both workers are ready"
+    assert bench.slots[1].process is cast(Any, bench.forked[0])
+    assert bench.states[1].num_blocks.value == 17
+    assert bench.kinds == []
+
+
+def test_a_worker_that_ends_while_another_starts_is_a_start_error() -> None:
+    bench = starting_pair()
+    bench.states[0].ready_epoch.value = 0
+    bench._begin = lambda worker, has_standby: worker.kill() if bench.slots[1].process else None  # type: ignore[method-assign]
+    for slot in bench.slots:
+        slot._send_order = bench._begin
+    with pytest.raises(StartError, match="worker 1 was killed by SIGKILL"):
+        bench.supervisor.run()
+
+
+def test_the_standby_replaces_whichever_worker_dies(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(num_workers=2)
+    first, second = (slot.process for slot in bench.slots)
+    bench.check()
+    cast(Any, second).exitcode = -9
+    bench.check()
+    assert bench.slots[0].process is first
+    assert bench.slots[1].process is cast(Any, bench.started[0])
+    assert [state.epoch.value for state in bench.states] == [0, 1]
+    assert "worker 1 was killed by SIGKILL" in caplog.text
+
+
+def test_a_hung_worker_is_killed_and_the_other_goes_on() -> None:
+    bench = Bench(num_workers=2, has_standby=False, hang_seconds=10.0)
+    first, second = (cast(Any, slot.process) for slot in bench.slots)
+    bench.lifecycle.record_api_heartbeat()
+    for _ in range(110):
+        bench.now += 0.1
+        bench.states[1].beat()
+        bench.lifecycle.record_api_heartbeat()
+        bench.check()
+    assert not first.is_alive()
+    assert second.is_alive()
+    assert [state.epoch.value for state in bench.states] == [1, 0]
