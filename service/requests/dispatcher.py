@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 
 from service.engine.scheduling.block_pool import block_hash, root_hash
 from service.ipc.messages import Submit
@@ -10,14 +11,14 @@ from service.requests.engine_worker import EngineWorker
 # A request goes to the worker that holds its prefix, unless that worker has this many more unfinished tokens, for each
 # token of the prefix, than another. Tokens of prompts are computed many at once, and tokens of completions one by one.
 _LOAD_PER_CACHED_TOKEN = 8
-# Blocks whose workers are known, about 200 bytes each: 2 million tokens in blocks of 16.
-_MAX_BLOCKS = 2**17
+# Known blocks of a worker, about 200 bytes each: a million tokens in blocks of 16.
+_MAX_BLOCKS = 2**16
 
 
 class Dispatcher:
     """Chooses workers by their load and by the prompts that were sent to them.
 
-    The workers' prefix caches are not asked. A worker probably holds the prompts that it has got, the latest longest.
+    The workers' prefix caches are not asked. A worker probably holds as many of its latest prompts as its KV-cache can.
 
     Args:
         block_size: tokens of a block in the workers' prefix caches; None: the workers have no prefix cache.
@@ -27,9 +28,8 @@ class Dispatcher:
         self._workers = list(workers)  # the worker that was chosen last is at the end
         self._block_size = block_size
         self._load_per_block = _LOAD_PER_CACHED_TOKEN * (block_size or 0)
-        self._holders: OrderedDict[bytes, int] = (
-            OrderedDict()
-        )  # bit masks of workers by block hash, last used at the end
+        # Hashes of the blocks that each worker has got, in order of their last use.
+        self._blocks = {worker: OrderedDict[bytes, None]() for worker in workers}
 
     def choose(self, submit: Submit | None) -> EngineWorker:
         """Return the worker for a new request. Workers that restart or hang come last.
@@ -39,36 +39,26 @@ class Dispatcher:
         if len(self._workers) == 1:
             return self._workers[0]
         hashes = [] if submit is None or self._block_size is None else list(_block_hashes(submit, self._block_size))
-        num_cached = self._num_cached_blocks(hashes)
 
         def cost(worker: EngineWorker) -> tuple[bool, int]:
-            return not worker.takes_requests, worker.num_tokens - self._load_per_block * num_cached.get(worker, 0)
+            num_cached = sum(1 for _ in takewhile(self._blocks[worker].__contains__, hashes))
+            return not worker.takes_requests, worker.num_tokens - self._load_per_block * num_cached
 
         chosen = min(self._workers, key=cost)
         self._workers.remove(chosen)
         self._workers.append(chosen)
+        blocks = self._blocks[chosen]
         for content in hashes:
-            self._holders[content] = self._holders.pop(content, 0) | 1 << chosen.index
-        while len(self._holders) > _MAX_BLOCKS:
-            self._holders.popitem(last=False)
+            blocks[content] = None
+            blocks.move_to_end(content)
+        limit = _MAX_BLOCKS if chosen.last_ready is None else min(_MAX_BLOCKS, chosen.last_ready.num_blocks)
+        while len(blocks) > limit:
+            blocks.popitem(last=False)
         return chosen
 
     def forget(self, worker: EngineWorker) -> None:
         """Record that a worker's prefix cache is empty, since its process is new."""
-        left = ((content, mask & ~(1 << worker.index)) for content, mask in self._holders.items())
-        self._holders = OrderedDict((content, mask) for content, mask in left if mask)
-
-    def _num_cached_blocks(self, hashes: Sequence[bytes]) -> dict[EngineWorker, int]:
-        """Return how many of a prompt's first blocks each worker probably holds."""
-        found: dict[EngineWorker, int] = {}
-        holding = self._workers
-        for number, content in enumerate(hashes, 1):
-            mask = self._holders.get(content, 0)
-            holding = [worker for worker in holding if mask >> worker.index & 1]
-            if not holding:
-                break
-            found |= dict.fromkeys(holding, number)
-        return found
+        self._blocks[worker].clear()
 
 
 def _block_hashes(submit: Submit, block_size: int) -> Iterator[bytes]:

@@ -7,7 +7,6 @@ import msgspec
 import pytest
 
 from service.ipc.messages import Command, LoadAdapter, Submit
-from service.requests import dispatcher as dispatcher_module
 from service.requests.adapters import ServedAdapter
 from tests.service.desk import Desk, FakeWorker
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request, make_submit
@@ -92,12 +91,12 @@ def test_a_new_process_holds_no_prefix(pair: Pair) -> None:
     assert pair.choose(LONG) != home
 
 
-def test_the_number_of_known_blocks_is_limited(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatcher_module, "_MAX_BLOCKS", 7)
+def test_only_as_many_blocks_are_known_as_a_worker_can_hold(pair: Pair) -> None:
+    """Each worker's KV-cache has 8 blocks. A long prompt leaves no room for an earlier one."""
     first = pair.choose(LONG)
-    pair.choose((9, *LONG))
-    assert len(pair.client.dispatcher._holders) == 7
-    pair.workers[first].num_tokens = 1
+    pair.workers[1 - first].num_tokens = 1
+    assert pair.choose(tuple(range(100, 128))) == first
+    pair.workers[1 - first].num_tokens, pair.workers[first].num_tokens = 0, 1
     assert pair.choose(LONG) != first
 
 
