@@ -309,9 +309,9 @@ ROWS: Final = (
             _distribution("Iteration Duration", "Duration of an engine step.", "llm_iteration_duration_seconds"),
             Panel(
                 "Engine Utilization",
-                "Fraction of time that each worker's engine spends in steps.",
+                "Fraction of time that the engine spends in steps.",
                 "percentunit",
-                (Query(_rate("llm_engine_busy_seconds_total", "worker"), "worker {{worker}}"),),
+                (Query(_rate("llm_engine_busy_seconds_total", "engine"), "engine {{engine}}"),),
             ),
             _heatmap("Batch Size", "Number of completions computed in a step.", "llm_batch_size"),
             _heatmap(

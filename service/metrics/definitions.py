@@ -167,7 +167,9 @@ _FAMILIES = (
            "Prompt and completion tokens computed in an engine step.", buckets=_BUDGET, in_vllm=True),
     Family("iteration_duration_seconds", _H, "seconds", "Duration of an engine step.", buckets=_STEP),
     Family("engine_busy_seconds", _C, "seconds",
-           "Time spent in engine steps, by worker. Its rate is the worker's utilization.", ("worker",), (("0",),)),
+           "Time spent in engine steps, on average over the workers. Its rate is the engines' utilization."),
+    Family("worker_busy_seconds", _C, "seconds",
+           "Time that a worker spent in engine steps. Its rate is the worker's utilization.", ("worker",), ()),
     # The service.
     Family("engine_state", _G, "1", "State of the service: 1 for the current state, 0 for all other states.",
            ("state",), tuple((state,) for state in EngineState)),

@@ -148,7 +148,9 @@ class Metrics:
         ):
             for number in numbers:
                 self._histograms[name].observe(number)
-        self._metric("engine_busy_seconds", str(worker)).inc(sum(step.step_seconds for step in steps))
+        busy_seconds = sum(step.step_seconds for step in steps)
+        self._metric("engine_busy_seconds").inc(busy_seconds / len(self._steps))
+        self._metric("worker_busy_seconds", str(worker)).inc(busy_seconds)
         self._metric("prompt_tokens").inc(sum(step.num_prompt_tokens + step.num_cached_prompt_tokens for step in steps))
         for field, name in _STEP_COUNTERS.items():
             if number := sum(getattr(step, field) for step in steps):

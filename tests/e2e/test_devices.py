@@ -33,7 +33,7 @@ def workers(service: Service) -> list[psutil.Process]:
 
 
 def busy_seconds(service: Service) -> list[float]:
-    return [service.metric("llm_engine_busy_seconds_total", worker=str(index)) for index in (0, 1)]
+    return [service.metric("llm_worker_busy_seconds_total", worker=str(index)) for index in (0, 1)]
 
 
 def crowd() -> list[dict[str, Any]]:

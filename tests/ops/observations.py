@@ -119,7 +119,8 @@ _STEPPED = (
         "spec_decode_num_draft_tokens_total": 7,
         "spec_decode_num_accepted_tokens_total": 5,
         "non_finite_sequences_total": 1,
-        'engine_busy_seconds_total{worker="0"}': 0.0625,
+        "engine_busy_seconds_total": 0.0625,
+        'worker_busy_seconds_total{worker="0"}': 0.0625,
     }
     | _once("batch_size", 4)
     | _once("iteration_tokens_total", 43)

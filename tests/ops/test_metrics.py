@@ -132,7 +132,8 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
     )
     assert changes(metrics, before) == {
         "generation_tokens_total": 3,
-        'engine_busy_seconds_total{worker="0"}': 0.03125,
+        "engine_busy_seconds_total": 0.03125,
+        'worker_busy_seconds_total{worker="0"}': 0.03125,
         "batch_size_count": 1,
         "batch_size_sum": 3,
         "iteration_tokens_total_count": 1,
@@ -162,6 +163,8 @@ def test_numbers_of_several_workers_are_summed_until_a_worker_dies() -> None:
     assert samples["kv_cache_usage_perc"] == STEP.kv_usage
     assert samples['cache_config_info{block_size="16",cache_dtype="float16",device="cpu",num_gpu_blocks="128"}'] == 1
     assert samples["generation_tokens_total"] == 2 * STEP.num_completion_tokens
+    busy_seconds = [samples[f'worker_busy_seconds_total{{worker="{worker}"}}'] for worker in (0, 1)]
+    assert [samples["engine_busy_seconds_total"], *busy_seconds] == [STEP.step_seconds] * 3
     metrics.forget_engine(0)
     assert scrape(metrics)["num_requests_running"] == STEP.num_running
     metrics.forget_engine(1)
