@@ -31,8 +31,6 @@ _SHORT_CHECK_SECONDS = 0.02
 _SLOWEST_START = 10.0
 # Deaths of standby workers, or failed starts, after which no further standby is started.
 _MAX_STANDBY_DEATHS = 3
-# Longest wait at the start for a standby that the worker before is forking.
-_FORK_SECONDS = 1.0
 # Time limit for the API process to close its connections after the drain.
 API_CLOSE_SECONDS = 5
 TRACE_FLUSH_SECONDS = 2.0  # limit for sending the remaining spans, after the connections are closed
@@ -121,8 +119,6 @@ class Supervisor:
         self._start_seconds = self._clock() - began
         for slot in others:
             slot.state.num_blocks.value = first.state.num_blocks.value
-            if self._standby is not None:
-                connection.wait([self._standby.sentinel], _FORK_SECONDS)
             self._start_in(slot)
         return self._wait_until_ready(others)
 
@@ -142,9 +138,11 @@ class Supervisor:
         A standby that is still importing is killed: its priority is the lowest, so a new process is ready sooner.
         """
         standby, self._standby = self._standby, None
-        if standby is not None and not standby.has_imported():
-            standby.close()
-            standby = None
+        if standby is not None:
+            standby.wait_for_fork()
+            if not standby.has_imported():
+                standby.close()
+                standby = None
         self._standby = slot.begin(standby or self._start_worker(False), has_standby=self._wants_standby())
 
     def _wait(self, api: BaseProcess) -> None:

@@ -23,7 +23,7 @@ class FakeProcess:
     def __init__(self, exitcode: int | None = None, *, is_standby: bool = False) -> None:
         self.exitcode = exitcode
         self.is_standby = is_standby
-        self.imported = True
+        self.imported, self.is_forking = True, False
         self.num_begun = 0
         self._ours, self._theirs = socketpair()
         self.sentinel = self._ours.fileno()
@@ -33,6 +33,9 @@ class FakeProcess:
 
     def has_imported(self) -> bool:
         return self.is_alive() and self.imported
+
+    def wait_for_fork(self) -> None:
+        self.imported = self.imported or self.is_forking
 
     def kill(self) -> None:
         self.exitcode = -9 if self.exitcode is None else self.exitcode
@@ -105,6 +108,7 @@ class Bench:
         if not has_standby:
             return None
         self.forked.append(FakeProcess(None if self.can_fork else -9, is_standby=True))
+        self.forked[-1].imported, self.forked[-1].is_forking = False, True
         return self.forked[-1]
 
     @property
@@ -498,6 +502,16 @@ def test_the_standby_replaces_whichever_worker_dies(caplog: pytest.LogCaptureFix
     assert bench.slots[1].process is cast(Any, bench.started[0])
     assert [state.epoch.value for state in bench.states] == [0, 1]
     assert "worker 1 was killed by SIGKILL" in caplog.text
+
+
+def test_two_workers_that_die_at_once_are_replaced_by_the_standby_and_by_the_standby_that_it_forks() -> None:
+    bench = Bench(num_workers=2)
+    bench.check()
+    for slot in bench.slots:
+        cast(Any, slot.process).exitcode = -9
+    bench.check()
+    assert [slot.process for slot in bench.slots] == [bench.started[0], bench.forked[0]]
+    assert bench.supervisor._standby is cast(Any, bench.forked[1])
 
 
 def test_a_hung_worker_is_killed_and_the_other_goes_on() -> None:
