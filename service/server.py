@@ -1,5 +1,6 @@
 """Composition root: creates and connects all long-lived objects of the main process and of the API process."""
 
+import dataclasses
 import logging
 import os
 import pickle
@@ -12,13 +13,15 @@ from service.api.app import Frontend
 from service.config.settings import ServeSettings, SettingsError
 from service.http.api_keys import read_api_keys
 from service.ipc.channel import Channel
-from service.ipc.shared_state import Lifecycle
+from service.ipc.shared_state import Lifecycle, WorkerState
 from service.metrics.recorder import Metrics
 from service.preprocess.served_model import ServedModel, read_served_model
 from service.requests.adapters import loading_bytes
+from service.requests.engine_worker import EngineWorker
 from service.supervisor.api_process import ApiServer
 from service.supervisor.supervisor import StartError, Supervisor, check_port
 from service.supervisor.worker_process import WorkerProcess
+from service.supervisor.worker_slot import WorkerSlot
 from service.telemetry.request_record import Observe, RequestLog
 from service.worker.worker import Worker, WorkerOrder, importable_name, stamps_of
 
@@ -39,10 +42,12 @@ def build_server(
 
     Raises:
         CheckpointError: the checkpoint cannot be used. The message is one line.
-        SettingsError: --max-context-length is over the model's positions, the API keys cannot be used, or the limit
-            of open files is too low.
+        SettingsError: --max-context-length is over the model's positions, the API keys cannot be used, the limit of
+            open files is too low, or several workers cannot share another setting.
         StartError: the port is in use, or no process can be started.
     """
+    if settings.devices > 1 and settings.kv_events_endpoint is not None:
+        raise SettingsError("--kv-events-endpoint needs --devices 1, because workers cannot share an address")
     check_port(settings.host, settings.port)
     keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)
@@ -51,39 +56,41 @@ def build_server(
     for warning in (*keys.warnings, *served.warnings()):
         logger.warning("%s", warning)
     observers, tracer = make_observers(settings, served)
-    lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
+    lifecycle, num_workers = Lifecycle(main_pid=os.getpid()), settings.devices
+    workers = [EngineWorker(Channel(), WorkerState(), index) for index in range(num_workers)]
     frontend = Frontend(
-        settings, served=served, channel=channel, lifecycle=lifecycle, metrics=Metrics(served.model_name)
+        settings, served=served, workers=workers, lifecycle=lifecycle, metrics=Metrics(served.model_name, num_workers)
     )
     api = ApiServer(
-        settings,
-        frontend=frontend,
-        channel=channel,
-        keys=keys,
-        lifecycle=lifecycle,
-        observers=observers,
-        tracer=tracer,
+        settings, frontend=frontend, workers=workers, keys=keys, lifecycle=lifecycle, observers=observers, tracer=tracer
     )
-    order = pickle.dumps(
-        WorkerOrder(
-            worker_class=importable_name(worker_class),
-            settings=settings,
-            manifest=manifest,
-            stamps=stamps_of(manifest.weight_files),
-            adapter_bytes=loading_bytes({adapter.key: adapter.num_bytes for adapter in served.adapters}.values()),
-            found={**served.setting_values(settings), "api_keys": keys},
-            main_pid=lifecycle.main_pid,
-        )
+    listed = f"{num_workers} (device, threads and KV-cache: those of worker 0)" if num_workers > 1 else num_workers
+    order = WorkerOrder(
+        worker_class=importable_name(worker_class),
+        settings=settings,
+        manifest=manifest,
+        stamps=stamps_of(manifest.weight_files),
+        adapter_bytes=loading_bytes({adapter.key: adapter.num_bytes for adapter in served.adapters}.values()),
+        found={**served.setting_values(settings), "api_keys": keys, "devices": listed},
+        main_pid=lifecycle.main_pid,
     )
+    slots = [_slot(dataclasses.replace(order, index=each.index), each) for each in workers]
+    slots[0].process = worker or _start_worker()
     return Supervisor(
         lifecycle,
-        worker=worker or _start_worker(),
+        slots=slots,
         start_worker=lambda is_standby: WorkerProcess.start(is_standby=is_standby),
-        begin=lambda process, has_standby: process.begin(
-            order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=has_standby
-        ),
         start_api=api.start,
         settings=settings,
+    )
+
+
+def _slot(order: WorkerOrder, worker: EngineWorker) -> WorkerSlot:
+    content, descriptors = pickle.dumps(order), [worker.state.descriptor, worker.channel.worker_end.fileno()]
+    return WorkerSlot(
+        worker.state,
+        lambda process, has_standby: process.begin(content, descriptors, has_standby=has_standby),
+        name=f"worker {worker.index}" if order.settings.devices > 1 else "the worker",
     )
 
 

@@ -49,6 +49,7 @@ LONGEST = (
     "model/attention/test_attention.py",
     "model/attention/test_native_cache_dtype.py",
     "service/cli/test_batch.py",
+    "e2e/test_devices.py",
     "e2e/test_crowd.py",
     "e2e/test_tools.py",
     "e2e/test_request_log.py",

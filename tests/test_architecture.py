@@ -31,6 +31,7 @@ MAY_IMPORT = {
 MAX_ENTRIES = 20
 # Files of `service` that run in the worker or build it. All other files must work without torch.
 ENGINE_SIDE = {
+    "service/worker/devices.py",
     "service/worker/fallbacks.py",
     "service/worker/engine_factory.py",
     "service/cli/eval.py",

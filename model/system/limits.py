@@ -8,6 +8,7 @@ Sources: https://docs.kernel.org/admin-guide/cgroup-v2.html, https://docs.kernel
 `root`: directory under which a function looks for the system's files: "/", except in tests.
 """
 
+import itertools
 import math
 import os
 import re
@@ -32,6 +33,20 @@ def usable_cpus(root: Path = _ROOT) -> int:
     count = len(os.sched_getaffinity(0))
     quota = cpu_quota(root)
     return count if quota is None else max(1, min(count, math.ceil(quota)))
+
+
+def cpu_shares(count: int, root: Path = _ROOT) -> list[set[int]]:
+    """Divide the usable CPUs among `count` processes: neighbouring cores, and few sockets each. Some shares are empty
+    if there are fewer CPUs.
+    """
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        return _number(topology / "physical_package_id") or 0, _number(topology / "core_id") or 0, cpu
+
+    cpus = sorted(os.sched_getaffinity(0), key=place)[: usable_cpus(root)]
+    bounds = [len(cpus) * index // count for index in range(count + 1)]
+    return [set(cpus[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
 def cpu_quota(root: Path = _ROOT) -> float | None:

@@ -145,6 +145,8 @@ class Admission:
 
     A sequence is waiting until its first tokens arrive from the engine. Its token count is the prompt plus max_tokens.
 
+    max_num_running: limit of running sequences of each worker.
+
     observe_error: gets the error of a sampled Retry-After, in seconds: the time at which the rejected request would
         have been admitted, minus the time at which its Retry-After ends.
     """
@@ -155,12 +157,15 @@ class Admission:
         max_num_running: int,
         max_waiting_requests: int,
         max_waiting_tokens: int,
+        num_workers: int = 1,
         observe_error: Callable[[float], None] = lambda seconds: None,
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,  # spreads the Retry-After values
     ) -> None:
+        self._configured_max_num_running = max_num_running
+        self._limits = [max_num_running] * num_workers
+        self._max_num_running = max_num_running = max_num_running * num_workers
         self.max_num_sequences = max_num_running + max_waiting_requests
-        self._configured_max_num_running = self._max_num_running = max_num_running
         self._max_waiting_tokens = max_waiting_tokens
         self._observe_error = observe_error
         self._clock = clock
@@ -226,10 +231,11 @@ class Admission:
             self._ended.doubt()
             self._started = Rate(amount=_FULL * self._configured_max_num_running)
 
-    def limit_running(self, max_num_running: int | None) -> None:
-        """Set the engine's current limit on running sequences, at most --max-num-running; None: --max-num-running."""
+    def limit_running(self, max_num_running: int | None, worker: int = 0) -> None:
+        """Set a worker's current limit on running sequences, at most --max-num-running; None: --max-num-running."""
         configured = self._configured_max_num_running
-        self._max_num_running = configured if max_num_running is None else min(max_num_running, configured)
+        self._limits[worker] = configured if max_num_running is None else min(max_num_running, configured)
+        self._max_num_running = sum(self._limits)
 
     def retry_after(self, token_counts: list[int], terms: QueuePolicy) -> float:
         """Record that an admitted request timed out in the queue, and return its Retry-After in seconds."""

@@ -92,7 +92,8 @@ class Adapters:
             # The client sees the path below --lora-dir, not that of the server.
             message = error_line(str(error).replace(f"{self._root()}/", ""))
             raise InvalidRequest(message, param="lora_path") from None
-        needed, free = loading_bytes([adapter.num_bytes]), available_memory_bytes()
+        needed = len(self._context.workers) * loading_bytes([adapter.num_bytes])
+        free = available_memory_bytes()
         if needed > free:
             raise InvalidRequest(
                 f"lora_path: loading this adapter takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free; "

@@ -29,8 +29,7 @@ from service.api.responses_api import ResponsesApi
 from service.api.scores import Scores
 from service.config.settings import ServeSettings
 from service.http.request_io import json_response
-from service.ipc.channel import Channel
-from service.ipc.messages import Command, CommandBatch, WorkerReady, decode_events, encode_commands
+from service.ipc.messages import decode_events
 from service.ipc.shared_state import Lifecycle
 from service.metrics.processes import read_processes
 from service.metrics.recorder import EngineState, Metrics
@@ -42,7 +41,9 @@ from service.protocol.completions import DetokenizeRequest
 from service.protocol.errors import ApiError, Draining, Overloaded
 from service.protocol.logprobs import format_token_name
 from service.requests.adapters import AdapterRegistry
+from service.requests.dispatcher import Dispatcher
 from service.requests.engine_client import EngineClient
+from service.requests.engine_worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
@@ -53,35 +54,41 @@ _PLAYGROUND = Path(__file__).parent / "playground" / "index.html"
 
 
 class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
-    """LitServe spec that holds the route handlers and the state of the API process, and talks to one worker process."""
+    """LitServe spec that holds the route handlers and the state of the API process, and talks to the workers."""
 
     stream = True  # LitServe passes every message on at once
 
     def __init__(
-        self, settings: ServeSettings, *, served: ServedModel, channel: Channel, lifecycle: Lifecycle, metrics: Metrics
+        self,
+        settings: ServeSettings,
+        *,
+        served: ServedModel,
+        workers: Sequence[EngineWorker],
+        lifecycle: Lifecycle,
+        metrics: Metrics,
     ) -> None:
         super().__init__()
         self.api_path = "/v1/completions"  # LitServe requires a route; Kvasir registers all routes itself
-        self._channel = channel
         self._metrics = metrics
-        self._epoch = 0  # worker restarts before the worker process that gets the commands
         admission = Admission(
             max_num_running=settings.max_num_running,
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
+            num_workers=len(workers),
             observe_error=metrics.observe_retry_after_error,
         )
         engine_client = EngineClient(
-            send=self._send,
+            workers=workers,
+            dispatcher=Dispatcher(workers, settings.block_size if settings.enable_prefix_cache else None),
             admission=admission,
-            on_worker_ready=self._set_worker,
+            on_worker_ready=metrics.observe_worker_start,
             on_engine=metrics.observe_engine,
             on_replay=partial(metrics.count, "requests_replayed"),
             on_late=partial(metrics.count_wasted_tokens, "cancelled"),
             on_count=partial(setattr, lifecycle.num_active, "value"),  # a drain waits for 0
             adapters=AdapterRegistry(served.adapters),
         )
-        self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics)
+        self.context = context = ApiContext(settings, served, admission, engine_client, lifecycle, metrics, workers)
         self.completions = Completions(context)
         self.responses = ResponsesApi(context, self.completions)
         self.messages = Messages(context, self.completions)
@@ -180,14 +187,20 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
 
     async def metrics(self) -> Response:
         """Handle `GET /metrics`: update the gauges, and return all metrics. Rendered in a thread."""
-        lifecycle = self.context.lifecycle
-        if lifecycle.ready_epoch.value != lifecycle.epoch.value:
-            self._metrics.forget_engine()
+        lifecycle, workers = self.context.lifecycle, self.context.workers
         state: str = self.context.readiness().state
         if state == "loading":
-            state = EngineState.STARTING if self.context.worker is None else EngineState.RESTARTING
+            is_first = all(worker.last_ready is None for worker in workers)
+            state = EngineState.STARTING if is_first else EngineState.RESTARTING
         self._metrics.set_engine_state(EngineState(state))
-        self._metrics.set_worker_restarts(signal=lifecycle.num_killed.value, exit=lifecycle.num_exited.value)
+        for worker in workers:
+            if not worker.state.is_ready:
+                self._metrics.forget_engine(worker.index)
+            self._metrics.set_worker_ready(worker.index, worker.takes_requests)
+        self._metrics.set_worker_restarts(
+            signal=sum(worker.state.num_killed.value for worker in workers),
+            exit=sum(worker.state.num_exited.value for worker in workers),
+        )
         self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
         if num_loaded := len(list(self.context.adapters)):
             running, waiting = (self.context.engine_client.adapter_names(has_started=each) for each in (True, False))
@@ -217,7 +230,8 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             context.response_store.discard_expired()
             self.responses.store.discard_expired()
             context.engine_client.wake_silent_requests(since_seconds=time.monotonic() - KEEP_ALIVE_SECONDS)
-            context.engine_client.expire(time.monotonic(), is_stalled=context.readiness().state == "stalled")
+            context.readiness()  # checks the workers' heartbeats
+            context.engine_client.expire(time.monotonic())
 
     def close(self) -> None:
         """End the threads and processes for chat templates and grammars. Cancel buffered and background responses."""
@@ -230,10 +244,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """Fail all unfinished requests with `Draining`. Called when the drain time of a shutdown is over."""
         self.context.engine_client.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
 
-    def receive(self, message: bytes) -> None:
-        """Process one message from a worker process. If that raises an exception, fail all unfinished requests."""
+    def receive(self, message: bytes, worker: int = 0) -> None:
+        """Process one message from the process of a worker. If that raises an exception, fail all unfinished requests.
+
+        worker: index of the worker.
+        """
         try:
-            self.context.engine_client.receive(decode_events(message))
+            self.context.engine_client.receive(decode_events(message), worker)
         except Exception:
             logger.exception("a message from the worker process could not be processed; all unfinished requests fail")
             self.context.engine_client.fail_all(ApiError("internal error"))
@@ -253,22 +270,3 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         """
         self.context.reject_when_draining()
         self.context.admission.reject_by_headers(read_queue_policy(Request(scope), None, self.context.settings))
-
-    def _send(self, commands: Sequence[Command]) -> None:
-        """Send commands to the current worker process; drop them if that process has died.
-
-        The replacement gets all unfinished requests again when it is ready.
-        """
-        if self.context.lifecycle.epoch.value <= self._epoch:
-            self._channel.submit(encode_commands(CommandBatch(self._epoch, list(commands))))
-
-    def _set_worker(self, worker: WorkerReady) -> None:
-        """Record the start-up message of a worker process that is ready, and send later commands to this process.
-
-        If the process is new, discard the unsent commands to the process before it.
-        """
-        if worker.epoch != self._epoch:
-            self._epoch = worker.epoch
-            self._channel.discard_unsent()
-        self.context.worker = worker
-        self._metrics.observe_worker_start(worker)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias, TypeVar
@@ -13,8 +13,7 @@ from starlette.responses import Response
 from service.admission.controller import Admission
 from service.config.settings import ServeSettings
 from service.http.request_io import read_body
-from service.ipc.messages import WorkerReady
-from service.ipc.shared_state import Lifecycle, Phase, Watchdog
+from service.ipc.shared_state import Lifecycle, Phase
 from service.metrics.recorder import Metrics
 from service.preprocess.chat_renderer import ChatPrompts
 from service.preprocess.request_processor import RequestProcessor
@@ -22,12 +21,9 @@ from service.preprocess.served_model import ServedModel
 from service.protocol.errors import Draining
 from service.protocol.responses import Readiness
 from service.requests.engine_client import EngineClient
+from service.requests.engine_worker import EngineWorker
 from service.requests.response_store import ResponseStore
 from service.structured_output.compiler import GrammarChecker
-
-# A worker without a heartbeat for this long is stalled. Heartbeats come after each step, and each second while idle.
-# The alert fires within 60 s of a hang: this time, plus a scrape (5 s), plus an evaluation of the rules (15 s).
-STALL_SECONDS = 20.0
 
 T = TypeVar("T")
 # Function from a request, the request body and the arrival time in seconds to the response.
@@ -36,7 +32,7 @@ Respond: TypeAlias = Callable[[Request, bytes, float], Awaitable[Response]]
 
 @dataclass(eq=False)
 class ApiContext:
-    """Shared state of the route handlers. `worker`: start-up message of the latest worker; None until one is ready."""
+    """Shared state of the route handlers."""
 
     settings: ServeSettings
     served: ServedModel
@@ -44,12 +40,11 @@ class ApiContext:
     engine_client: EngineClient
     lifecycle: Lifecycle
     metrics: Metrics
-    worker: WorkerReady | None = None
+    workers: Sequence[EngineWorker]
 
     def __post_init__(self) -> None:
-        settings, served, admission, lifecycle = self.settings, self.served, self.admission, self.lifecycle
+        settings, served, admission = self.settings, self.served, self.admission
         self.adapters = self.engine_client.adapters
-        self.worker_watchdog = Watchdog(lambda: lifecycle.worker_signs)
         self.processor = RequestProcessor(
             tokenizer=served.tokenizer,
             model_name=served.model_name,
@@ -98,29 +93,37 @@ class ApiContext:
             raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
 
     def readiness(self) -> Readiness:
-        """Return the response body of `/ready`: the state, and seconds until ready or drained, None if unknown."""
-        now, lifecycle, worker = time.monotonic(), self.lifecycle, self.worker
-        serving = worker if worker is not None and worker.epoch >= lifecycle.epoch.value else None
+        """Return the response body of `/ready`: the state, and seconds until ready or drained, None if unknown.
+
+        The service is ready while a worker takes requests. Fields about the engine are those of the first such worker.
+        """
+        now, lifecycle = time.monotonic(), self.lifecycle
+        serving = [worker for worker in self.workers if worker.ready is not None]
+        silence = min((worker.check_heartbeat() for worker in serving), default=0.0)
+        first = next((worker for worker in serving if worker.takes_requests), next(iter(serving), self.workers[0]))
         state: Literal["ready", "loading", "draining", "stalled"] = "ready"
-        phase, elapsed = "serving", now - lifecycle.epoch_seconds.value
+        phase, elapsed = "serving", now - first.state.epoch_seconds.value
         eta: float | None = 0.0
         if lifecycle.phase.value >= Phase.DRAINING:
             elapsed = now - lifecycle.phase_seconds.value
             state, phase, eta = "draining", "finishing running requests", self.settings.drain_seconds - elapsed
-        elif serving is None:
+        elif not serving:
             state, phase = "loading", "starting a worker"
-            eta = None if worker is None else worker.startup_seconds - elapsed
-        elif (silence := self.worker_watchdog.silence()) > STALL_SECONDS:
+            eta = None if first.last_ready is None else first.last_ready.startup_seconds - elapsed
+        elif first.is_stalled:
             state, phase, elapsed, eta = "stalled", "the worker hangs", silence, None
+        ready = first.ready
         return Readiness(
             state=state,
             phase=phase,
             elapsed_s=round(elapsed, 3),
             eta_s=None if eta is None else round(max(0.0, eta), 3),
-            level=None if serving is None else serving.kernel_level,
-            attention=None if serving is None else serving.attention,
-            dtype=None if serving is None else serving.dtype,
-            fallbacks=() if serving is None else serving.fallbacks,
+            level=None if ready is None else ready.kernel_level,
+            attention=None if ready is None else ready.attention,
+            dtype=None if ready is None else ready.dtype,
+            fallbacks=() if ready is None else ready.fallbacks,
+            devices=len(self.workers),
+            devices_ready=sum(worker.takes_requests for worker in serving),
         )
 
 

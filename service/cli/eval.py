@@ -30,10 +30,10 @@ from model.training.corpus import check_sources, read_source
 from service.config.settings import SettingsError
 from service.config.training_settings import EvalSettings
 from service.engine.engine import complete_batch
+from service.worker.devices import find_device
 from service.worker.engine_factory import (
     check_quantize,
     find_cache_dtype,
-    find_device,
     find_quantization,
     prepare_matrices,
 )

@@ -26,7 +26,8 @@ from service.cli.main import INTERRUPTED, program
 from service.config.settings import SettingsError
 from service.config.training_settings import TrainSettings
 from service.engine.engine import complete_batch
-from service.worker.engine_factory import find_device, free_bytes, keep_freed_memory
+from service.worker.devices import find_device
+from service.worker.engine_factory import free_bytes, keep_freed_memory
 
 _PROMPT = "Once upon a time"  # used if a recipe has no sample prompts
 

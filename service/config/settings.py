@@ -211,6 +211,9 @@ class ServeSettings(ModelSettings):
     {query} and {document}"""
     max_inspect_tokens: int = option("admission", 128, ge=0, le=512)
     """maximum prompt tokens of an attention inspection; 0: inspection is off"""
+    devices: int = option("model", 1, ge=1, le=64)
+    """workers behind one API process, each with the whole model on its own GPU, or on its share of the CPU's cores;
+    sizes and limits, such as --kv-cache-memory and --max-num-running, apply to each worker"""
     drain_seconds: float = option("operation", 30.0, ge=0, le=3600)
     """time limit for unfinished requests to finish after SIGTERM"""
     standby: bool = option("operation", True)
@@ -226,7 +229,6 @@ class ServeSettings(ModelSettings):
     otlp_endpoint: str | None = option("operation", None, metavar="URL")
     """collector of OpenTelemetry traces, over HTTP, such as http://127.0.0.1:4318; OTEL_EXPORTER_OTLP_ENDPOINT sets it
     too (default: no traces)"""
-
     kv_events_endpoint: str | None = option("operation", None, metavar="ADDRESS", min_length=1)
     """ZeroMQ address, such as tcp://*:5557, at which changes of the prefix cache are published in vLLM's format, for
     routers that send a request to the replica with the longest cached prefix (default: none)"""

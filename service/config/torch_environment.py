@@ -16,6 +16,7 @@ TORCH_ENVIRONMENT = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     "LRU_CACHE_CAPACITY": "64",
 }
+_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 def set_torch_environment() -> None:
@@ -25,3 +26,17 @@ def set_torch_environment() -> None:
     """
     for variable, value in TORCH_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+
+
+def mig_instances() -> list[str]:
+    """Return the names of MIG instances in CUDA_VISIBLE_DEVICES; [] if it names none."""
+    names = os.environ.get(_VISIBLE_DEVICES, "").split(",")
+    return [name.strip() for name in names if name.strip().startswith("MIG-")]
+
+
+def use_mig_instance(name: str) -> None:
+    """Let this process see one MIG instance. A process sees only the first that the variable names.
+
+    Call before CUDA is initialized.
+    """
+    os.environ[_VISIBLE_DEVICES] = name

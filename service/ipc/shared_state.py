@@ -16,8 +16,8 @@ from model.system.c_library import end_with_parent
 
 # A longer gap between two checks means that the checking process itself was paused, as with a paused container.
 _MAX_CHECK_GAP_SECONDS = 1.0
-# Size of the shared values, 8 bytes for each.
-_NUM_BYTES = 96
+# Size of the values of a worker, 8 bytes for each.
+_NUM_BYTES = 64
 
 
 class Phase(IntEnum):
@@ -30,53 +30,22 @@ class Phase(IntEnum):
 
 
 class Lifecycle:
-    """Values in shared memory. The API process inherits the memory from main by fork, workers get its file descriptor.
+    """State of the service: values in shared memory, which the API process inherits from main by fork."""
 
-    Args:
-        descriptor: file descriptor of the memory that main has created; None creates the memory.
-    """
-
-    def __init__(self, *, main_pid: int, descriptor: int | None = None) -> None:
+    def __init__(self, *, main_pid: int) -> None:
         self.main_pid = main_pid
-        self.descriptor = os.memfd_create("kvasir-lifecycle") if descriptor is None else descriptor
-        os.ftruncate(self.descriptor, _NUM_BYTES)
-        memory = mmap.mmap(self.descriptor, _NUM_BYTES)
-        # Written by main: a `Phase` and its beginning, the number of worker restarts and the start of the last worker
-        # (both times are `time.monotonic()`), and the replaced workers that a signal killed or that exited.
+        memory = mmap.mmap(-1, 32)
+        # Written by main: a `Phase`, and its beginning in `time.monotonic()` seconds.
         self.phase = c_int.from_buffer(memory, 0)
         self.phase_seconds = c_double.from_buffer(memory, 8)
-        self.epoch = c_int.from_buffer(memory, 16)
-        self.num_killed = c_int.from_buffer(memory, 24)
-        self.num_exited = c_int.from_buffer(memory, 32)
-        self.epoch_seconds = c_double.from_buffer(memory, 40)
-        # Written by the worker: the epoch of the last worker that became ready (-1 before), and its heartbeats.
-        self.ready_epoch = c_int.from_buffer(memory, 48)
-        self.num_heartbeats = c_long.from_buffer(memory, 56)
         # Written by the API process: its heartbeats, and the requests whose response is not finished.
-        self.num_api_beats = c_long.from_buffer(memory, 64)
-        self.num_active = c_int.from_buffer(memory, 72)
-        # Written by the first worker: blocks of the KV-cache, which later workers use too, and a boolean.
-        self.num_blocks = c_int.from_buffer(memory, 80)
-        self.has_standby_memory = c_int.from_buffer(memory, 88)
-        if descriptor is None:
-            self.ready_epoch.value, self.has_standby_memory.value = -1, 1
-
-    def __del__(self) -> None:
-        os.close(self.descriptor)
+        self.num_api_beats = c_long.from_buffer(memory, 16)
+        self.num_active = c_int.from_buffer(memory, 24)
 
     def enter(self, phase: Phase) -> None:
         """Store the new phase of the service and the time at which it begins. Only main calls this method."""
         self.phase_seconds.value = time.monotonic()
         self.phase.value = phase
-
-    def beat(self) -> None:
-        """Record a heartbeat of the worker, once a step, or once a second while the worker is idle."""
-        self.num_heartbeats.value += 1
-
-    @property
-    def worker_signs(self) -> tuple[int, int, int]:
-        """Values of which any change shows a live worker: heartbeats, epoch of the last ready worker, restarts."""
-        return self.num_heartbeats.value, self.ready_epoch.value, self.epoch.value
 
     def record_api_heartbeat(self) -> None:
         """Record a heartbeat of the API process, once a second."""
@@ -89,8 +58,58 @@ class Lifecycle:
 
     def end_if_orphaned(self) -> None:
         """Exit this child process at once if main has ended."""
-        if os.getppid() != self.main_pid:
-            os._exit(1)
+        end_if_orphaned(self.main_pid)
+
+
+class WorkerState:
+    """State of a worker and of its replacements: values in shared memory, whose file descriptor each worker gets.
+
+    Args:
+        descriptor: file descriptor of the memory that main has created; None creates the memory.
+    """
+
+    def __init__(self, descriptor: int | None = None) -> None:
+        self.descriptor = os.memfd_create("kvasir-worker") if descriptor is None else descriptor
+        os.ftruncate(self.descriptor, _NUM_BYTES)
+        memory = mmap.mmap(self.descriptor, _NUM_BYTES)
+        # Written by main: the number of restarts, the start of the last worker in `time.monotonic()` seconds, and the
+        # replaced workers that a signal killed or that exited.
+        self.epoch = c_int.from_buffer(memory, 0)
+        self.epoch_seconds = c_double.from_buffer(memory, 8)
+        self.num_killed = c_int.from_buffer(memory, 16)
+        self.num_exited = c_int.from_buffer(memory, 24)
+        # Written by the worker: the epoch of the last worker that became ready (-1 before), and its heartbeats.
+        self.ready_epoch = c_int.from_buffer(memory, 32)
+        self.num_heartbeats = c_long.from_buffer(memory, 40)
+        # Written by the first worker of the service: blocks of the KV-cache, which all other workers use too, and a
+        # boolean. Main copies the number of blocks.
+        self.num_blocks = c_int.from_buffer(memory, 48)
+        self.has_standby_memory = c_int.from_buffer(memory, 56)
+        if descriptor is None:
+            self.ready_epoch.value, self.has_standby_memory.value = -1, 1
+
+    def __del__(self) -> None:
+        os.close(self.descriptor)
+
+    def beat(self) -> None:
+        """Record a heartbeat of the worker, once a step, or once a second while the worker is idle."""
+        self.num_heartbeats.value += 1
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the last worker that main has started is ready."""
+        return self.ready_epoch.value == self.epoch.value
+
+    @property
+    def signs(self) -> tuple[int, int, int]:
+        """Values of which any change shows a live worker: heartbeats, epoch of the last ready worker, restarts."""
+        return self.num_heartbeats.value, self.ready_epoch.value, self.epoch.value
+
+
+def end_if_orphaned(main_pid: int) -> None:
+    """Exit this child process at once if main, its parent, has ended."""
+    if os.getppid() != main_pid:
+        os._exit(1)
 
 
 class Watchdog:

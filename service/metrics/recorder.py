@@ -79,8 +79,8 @@ class HistogramBuffer:
 class Metrics:
     """All metrics of a service. Step statistics and inter-token latencies are buffered, as writing them is slow."""
 
-    def __init__(self, model_name: str) -> None:
-        self._common = (model_name, "0")  # one engine
+    def __init__(self, model_name: str, num_workers: int = 1) -> None:
+        self._common = (model_name, "0")  # one engine for routers: its numbers are the sums of all workers
         self._instruments = {name: _instrument(family) for name, family in FAMILIES.items()}
         self._children: dict[tuple[str, ...], Any] = {}
         self._histograms: dict[str, HistogramBuffer] = {}
@@ -95,7 +95,11 @@ class Metrics:
                 for label_values in family.known:
                     self._metric(family.name, *label_values)
         self._gaps = self._histograms["inter_token_latency_seconds"]
-        self._steps: list[StepStats] = []
+        # By worker: steps that are not written yet, load and limit after the last written step, and KV-cache blocks.
+        self._steps: list[list[StepStats]] = [[] for _ in range(num_workers)]
+        self._loads: dict[int, tuple[int, int, float]] = {}
+        self._limits: dict[int, int] = {}
+        self._num_blocks = [0] * num_workers
         packages = ("kvasir", "torch", "litserve")
         version, torch, litserve = (importlib.metadata.version(package) for package in packages)
         self._metric("build_info", version, platform.python_version(), torch, litserve).set(1)
@@ -111,31 +115,35 @@ class Metrics:
         self._instruments[name].clear()
         self._children = {key: child for key, child in self._children.items() if key[0] != name}
 
-    def observe_worker_start(self, worker: WorkerReady) -> None:
+    def observe_worker_start(self, ready: WorkerReady, worker: int = 0) -> None:
         """Record the KV-cache and start-up time of a new worker, and that it has no running and no waiting choices."""
         self._clear("cache_config_info")  # an earlier worker's labels
-        shape = (str(worker.block_size), str(worker.num_blocks), worker.kv_cache_dtype, worker.device)
+        self._num_blocks[worker] = ready.num_blocks
+        shape = (str(ready.block_size), str(sum(self._num_blocks)), ready.kv_cache_dtype, ready.device)
         self._metric("cache_config_info", *shape).set(1)
-        self._metric("startup_seconds").set(worker.startup_seconds)
-        self._metric("fallbacks").set(len(worker.fallbacks))
-        self.observe_engine(EngineIdle())
+        self._metric("startup_seconds").set(ready.startup_seconds)
+        self._metric("fallbacks").set(len(ready.fallbacks))
+        self.observe_engine(EngineIdle(), worker)
 
-    def observe_engine(self, event: StepStats | EngineIdle) -> None:
-        """Record the statistics of an engine step, or that the engine has no work left."""
+    def observe_engine(self, event: StepStats | EngineIdle, worker: int = 0) -> None:
+        """Record the statistics of a worker's engine step, or that its engine has no work left."""
         if isinstance(event, EngineIdle):
-            self._write_steps()
-            self._set_load(0, 0, 0.0)
+            self._write_steps(worker)
+            self._loads[worker] = (0, 0, 0.0)
+            self._set_loads()
             return
-        self._steps.append(event)
-        if len(self._steps) >= _MAX_BUFFERED:
-            self._write_steps()
+        steps = self._steps[worker]
+        steps.append(event)
+        if len(steps) >= _MAX_BUFFERED:
+            self._write_steps(worker)
 
-    def _write_steps(self) -> None:
-        if not self._steps:
+    def _write_steps(self, worker: int) -> None:
+        steps, self._steps[worker] = self._steps[worker], []
+        if not steps:
             return
-        steps, self._steps = self._steps, []
-        self._set_load(steps[-1].num_running, steps[-1].num_waiting, steps[-1].kv_usage)
-        self._metric("max_num_requests_running").set(steps[-1].max_num_running)
+        self._loads[worker] = (steps[-1].num_running, steps[-1].num_waiting, steps[-1].kv_usage)
+        self._limits[worker] = steps[-1].max_num_running
+        self._set_loads()
         for name, numbers in (
             ("batch_size", [step.batch_size for step in steps]),
             ("iteration_tokens_total", [step.num_prompt_tokens + step.num_completion_tokens for step in steps]),
@@ -143,22 +151,36 @@ class Metrics:
         ):
             for number in numbers:
                 self._histograms[name].observe(number)
-        self._metric("engine_busy_seconds").inc(sum(step.step_seconds for step in steps))
+        busy_seconds = sum(step.step_seconds for step in steps)
+        self._metric("engine_busy_seconds").inc(busy_seconds / len(self._steps))
+        self._metric("worker_busy_seconds", str(worker)).inc(busy_seconds)
         self._metric("prompt_tokens").inc(sum(step.num_prompt_tokens + step.num_cached_prompt_tokens for step in steps))
         for field, name in _STEP_COUNTERS.items():
             if number := sum(getattr(step, field) for step in steps):
                 self._metric(name).inc(number)
 
-    def _set_load(self, num_running: int, num_waiting: int, kv_usage: float) -> None:
-        self._metric("num_requests_running").set(num_running)
-        self._metric("num_requests_waiting").set(num_waiting)
-        self._metric("kv_cache_usage_perc").set(kv_usage)
+    def _set_loads(self) -> None:
+        running, waiting, usages = zip(*self._loads.values(), strict=True)
+        self._metric("num_requests_running").set(sum(running))
+        self._metric("num_requests_waiting").set(sum(waiting))
+        self._metric("kv_cache_usage_perc").set(sum(usages) / len(usages))  # of caches of equal size
+        if self._limits:
+            self._metric("max_num_requests_running").set(sum(self._limits.values()))
 
-    def forget_engine(self) -> None:
-        """Remove the gauges of the last engine step, because the worker has died."""
-        self._write_steps()
+    def forget_engine(self, worker: int = 0) -> None:
+        """Remove a worker's last engine step from the gauges, because the worker has died."""
+        self._write_steps(worker)
+        self._loads.pop(worker, None)
+        self._limits.pop(worker, None)
+        if self._loads:
+            self._set_loads()
+            return
         for name in _ENGINE_GAUGES:
             self._clear(name)
+
+    def set_worker_ready(self, worker: int, is_ready: bool) -> None:
+        """Set the gauge that says whether a worker takes requests."""
+        self._metric("worker_ready", str(worker)).set(is_ready)
 
     def observe_first_token(self, seconds: float) -> None:
         """Record that a choice's first token left the server `seconds` after its request arrived."""
@@ -250,7 +272,8 @@ class Metrics:
 
     def render(self) -> tuple[bytes, str]:
         """Return all metrics in Prometheus' text format, and the content type of this format."""
-        self._write_steps()
+        for worker in range(len(self._steps)):
+            self._write_steps(worker)
         for buffer in self._histograms.values():
             buffer.flush()
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4

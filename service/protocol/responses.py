@@ -297,6 +297,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     `level` (instruction set of the native kernels), `attention` (backend) and `dtype` are of the running worker
     process, null without one. `level` is also null if the worker computes with PyTorch's kernels. `fallbacks` names the
     faster paths that the worker had to do without, each with the reason.
+
+    `devices` is the number of workers (--devices), and `devices_ready` the number of workers that take requests.
     """
 
     state: Literal["ready", "loading", "draining", "stalled"]
@@ -307,6 +309,8 @@ class Readiness(msgspec.Struct, kw_only=True):
     attention: str | None = None
     dtype: str | None = None
     fallbacks: tuple[str, ...] = ()
+    devices: int
+    devices_ready: int
 
 
 class Health(msgspec.Struct, kw_only=True):

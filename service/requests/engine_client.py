@@ -1,6 +1,7 @@
-"""Engine client of the API process: unfinished requests, which survive the death of the worker process.
+"""Engine client of the API process: unfinished requests, which survive the death of a worker process.
 
-A new worker sends `WorkerReady` and gets all unfinished requests again, with the tokens that were already received.
+A request stays with the worker that it was first sent to, and with that worker's replacements. A new worker sends
+`WorkerReady` and gets its unfinished requests again, with the tokens that were already received.
 """
 
 import logging
@@ -26,8 +27,9 @@ from service.ipc.messages import (
 )
 from service.protocol.errors import ApiError, EngineFailed, InvalidRequest, QueueTimeout
 from service.requests.adapters import AdapterRegistry, ServedAdapter
+from service.requests.dispatcher import Dispatcher
+from service.requests.engine_worker import EngineWorker
 from service.requests.inflight import Choice, InflightQuery, InflightRequest
-from service.requests.poison_detector import PoisonRequestDetector
 
 logger = logging.getLogger(__name__)
 
@@ -38,19 +40,21 @@ _FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.REFUSED)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class EngineClient:
-    """Owner of the unfinished requests and attention queries: submits them to the worker, and delivers its events."""
+    """Owner of the unfinished requests and attention queries: submits them to workers, and delivers their events."""
 
-    send: Callable[[Sequence[Command]], None]
+    workers: Sequence[EngineWorker]
+    dispatcher: Dispatcher
     admission: Admission
-    on_worker_ready: Callable[[WorkerReady], None]  # called before requests are resubmitted
-    on_engine: Callable[[StepStats | EngineIdle], None]
+    on_worker_ready: Callable[
+        [WorkerReady, int], None
+    ]  # called with the worker's index, before requests are resubmitted
+    on_engine: Callable[[StepStats | EngineIdle, int], None]
     on_replay: Callable[[str], None]  # gets "resubmitted" per request, and "gave_up" for a poison request
     on_late: Callable[[int], None]  # gets the number of tokens that arrived for a cancelled sequence
     on_count: Callable[[int], None]  # gets the number of unfinished requests when the number changes
     adapters: AdapterRegistry = field(default_factory=AdapterRegistry)
     _requests: dict[Inflight, None] = field(default_factory=dict)  # in order of arrival
     _choices: dict[str, tuple[Inflight, Choice | InflightQuery]] = field(default_factory=dict)  # unfinished, by uid
-    _detector: PoisonRequestDetector = field(default_factory=PoisonRequestDetector)
 
     @property
     def num_requests(self) -> int:
@@ -71,17 +75,21 @@ class EngineClient:
         try:
             self._submit(request)
         except BaseException:
-            self._send_any(self.adapters.release(request.adapter))
+            self._send_to_all(self.adapters.release(request.adapter))
             raise
 
     def _submit(self, request: Inflight) -> None:
         if isinstance(request, InflightRequest):
             self.admission.admit([choice.num_counted_tokens for choice in request.choices], request.terms)
             request.apply_terms()
+            request.worker = self.dispatcher.choose(request.choices[0].submit)
+            request.worker.num_tokens += sum(choice.num_counted_tokens for choice in request.choices)
+        else:
+            request.worker = self.dispatcher.choose(None)
         self._requests[request] = None
         self._choices.update((choice.submit.uid, (request, choice)) for choice in request.choices)
         try:
-            self._release(choice.submit.uid for choice in request.choices)
+            self._release(request.worker, (choice.submit.uid for choice in request.choices))
         except BaseException:
             del self._requests[request]
             for choice in request.choices:
@@ -97,47 +105,50 @@ class EngineClient:
         for uid in uids:
             self._discard(uid)
         if uids:
-            self.send([Cancel(uid=uid) for uid in uids])
-            self._release()
+            request.worker.send([Cancel(uid=uid) for uid in uids])
+            self._release(request.worker)
         if is_known:
-            self._send_any(self.adapters.release(request.adapter))
+            self._send_to_all(self.adapters.release(request.adapter))
         self.on_count(self.num_requests)
         return len(uids)
 
-    def receive(self, events: Sequence[Event]) -> None:
-        """Update requests, admission and metrics from the events of one message, and send new tokens to the clients."""
+    def receive(self, events: Sequence[Event], worker: int = 0) -> None:
+        """Update requests, admission and metrics from the events of one message, and send new tokens to the clients.
+
+        worker: index of the worker that has sent the message.
+        """
         touched: dict[InflightRequest, None] = {}
         for event in events:
             if isinstance(event, TokenDelta):
                 if (request := self._receive_delta(event)) is not None:
                     touched[request] = None
             elif isinstance(event, WorkerReady):
-                self._replay(event)
+                self._replay(event, self.workers[worker])
             elif isinstance(event, RunningLimitChanged):
-                self.admission.limit_running(event.max_num_running)
+                self.admission.limit_running(event.max_num_running, worker)
             elif isinstance(event, StepStats | EngineIdle):
-                self.on_engine(event)
+                self.on_engine(event, worker)
             elif (entry := self._choices.get(event.uid)) is None:
                 continue  # the choice or query has ended
             elif isinstance(event, Started):
                 if event.attempt == entry[1].submit.attempt:  # not from a dead worker
-                    self._detector.record_start(event.uid)
+                    entry[0].worker.detector.record_start(event.uid)
             elif isinstance(entry[1], InflightQuery):
                 entry[1].set_answer(event)
                 self._discard(event.uid)
-                self._release()
+                self._release(entry[0].worker)
         # All system calls (`send`) run after all Python code, so that each finds its code in the CPU caches.
         for send in [request.deliver() for request in touched]:
             if send is not None:
                 send()
 
     def load_adapter(self, adapter: ServedAdapter) -> None:
-        """Let later requests use an adapter. The worker loads it, unless it is loaded under another name."""
-        self._send_any(self.adapters.add(adapter))
+        """Let later requests use an adapter. The workers load it, unless it is loaded under another name."""
+        self._send_to_all(self.adapters.add(adapter))
 
     def unload_adapter(self, name: str) -> None:
-        """Remove an adapter by name. The worker keeps it until the unfinished requests that use it have ended."""
-        self._send_any(self.adapters.remove(name))
+        """Remove an adapter by name. The workers keep it until the unfinished requests that use it have ended."""
+        self._send_to_all(self.adapters.remove(name))
 
     def adapter_names(self, *, has_started: bool) -> list[str]:
         """Return the names of adapters that unfinished requests use: requests with a token, or else without one."""
@@ -149,16 +160,16 @@ class EngineClient:
         for request in self._requests:
             request.fail(error)
 
-    def expire(self, now: float, *, is_stalled: bool) -> None:
+    def expire(self, now: float) -> None:
         """Fail the requests that wait beyond their queue deadline.
 
-        A request that the worker has begun to compute fails only if the worker is stalled and no token has arrived.
+        A request that its worker has begun to compute fails only if the worker is stalled and no token has arrived.
         """
         for request in self._requests:
             deadline = request.terms.deadline(request.arrival_seconds)
             has_expired = deadline is not None and deadline < now and not (request.has_started or request.has_failed)
-            has_begun = any(self._detector.is_running(choice.submit.uid) for choice in request.choices)
-            if has_expired and (is_stalled or not has_begun):
+            has_begun = any(request.worker.detector.is_running(choice.submit.uid) for choice in request.choices)
+            if has_expired and (request.worker.is_stalled or not has_begun):
                 request.fail(self._queue_timeout(request, has_begun=has_begun))
 
     def wake_silent_requests(self, *, since_seconds: float) -> None:
@@ -190,17 +201,17 @@ class EngineClient:
         if not choice.has_started:
             self.admission.started(choice.num_counted_tokens, choice.submit.tenant)
         choice.add(delta)
-        if not self._detector.is_empty:
+        if not (detector := request.worker.detector).is_empty:
             again: list[str] = []
-            if self._detector.record_progress(uid) and delta.finish is None:
+            if detector.record_progress(uid) and delta.finish is None:
                 # The choice leaves the worker, because the next suspect must run alone.
-                self.send([Cancel(uid=uid)])
+                request.worker.send([Cancel(uid=uid)])
                 choice.retry()
                 again.append(uid)
-            self._release(again)
+            self._release(request.worker, again)
         if delta.finish is not None:
             self._discard(uid)
-            self._release()
+            self._release(request.worker)
             if has_failed:
                 request.fail(self._failure(request, choice, delta.finish))
                 return None
@@ -208,42 +219,44 @@ class EngineClient:
             self.finish(request)
         return request
 
-    def _replay(self, ready: WorkerReady) -> None:
-        """Send a new worker the adapters, and the unfinished requests unless it is the first worker (epoch 0).
+    def _replay(self, ready: WorkerReady, worker: EngineWorker) -> None:
+        """Send a new worker the adapters, and its unfinished requests unless it is the first process (epoch 0).
 
         A poison request fails instead.
         """
-        self.on_worker_ready(ready)
-        self._send_any(self.adapters.load_commands())
-        self.admission.limit_running(None)
+        worker.accept(ready)
+        self.on_worker_ready(ready, worker.index)
+        worker.send(self.adapters.load_commands())
+        self.admission.limit_running(None, worker.index)
         if ready.epoch == 0:
             return
-        if (uid := self._detector.record_crash()) is not None:
+        self.dispatcher.forget(worker)
+        if (uid := worker.detector.record_crash()) is not None:
             request, _ = self._choices[uid]
             logger.error("poison request %s (%s) fails: several workers died computing it", uid, request.terms.tenant)
             request.fail(EngineFailed("the worker died repeatedly on this request", retry=False))
             self.on_replay("gave_up")
         again: list[str] = []
-        for request in self._requests:
+        for request in [request for request in self._requests if request.worker is worker]:
             waiting = [choice for choice in request.choices if choice.submit.uid in self._choices]
             if request.has_failed:
                 for choice in waiting:
-                    self._detector.forget(choice.submit.uid)
+                    worker.detector.forget(choice.submit.uid)
             elif waiting:
                 for choice in waiting:
                     choice.retry()
                 again += [choice.submit.uid for choice in waiting]
                 self.on_replay("resubmitted")
-        self._release(again)
+        self._release(worker, again)
 
-    def _release(self, uids: Iterable[str] = ()) -> None:
-        """Hold the choices `uids`. Send to the worker the held choices that the poison detector releases."""
-        if released := self._detector.release(uids):
-            self.send([self._choices[uid][1].submit for uid in released])
+    def _release(self, worker: EngineWorker, uids: Iterable[str] = ()) -> None:
+        """Hold the choices `uids`. Send to the worker the held choices that its poison detector releases."""
+        if released := worker.detector.release(uids):
+            worker.send([self._choices[uid][1].submit for uid in released])
 
-    def _send_any(self, commands: Sequence[Command]) -> None:
-        if commands:
-            self.send(commands)
+    def _send_to_all(self, commands: Sequence[Command]) -> None:
+        for worker in self.workers if commands else ():
+            worker.send(commands)
 
     def _failure(self, request: InflightRequest, choice: Choice, finish: Finish) -> ApiError:
         """Return the error to send to the client of a sequence that the worker could not finish."""
@@ -271,9 +284,10 @@ class EngineClient:
 
     def _discard(self, uid: str) -> None:
         """Remove a choice that has ended or is cancelled, and report the end to admission."""
-        _, choice = self._choices.pop(uid)
-        self._detector.forget(uid)
+        request, choice = self._choices.pop(uid)
+        request.worker.detector.forget(uid)
         if isinstance(choice, Choice):
+            request.worker.num_tokens -= choice.num_counted_tokens
             if not choice.has_started:
                 self.admission.started(choice.num_counted_tokens, choice.submit.tenant)
             self.admission.ended(choice.submit.tenant)

@@ -13,6 +13,7 @@ import msgspec
 from service.admission.controller import QueuePolicy
 from service.ipc.messages import AttentionQuery, AttentionResult, Finish, Submit, TokenDelta, TokenLogprob
 from service.protocol.errors import ApiError, ClientGone
+from service.requests.engine_worker import EngineWorker
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class InflightRequest:
     arrival_seconds: float
     terms: QueuePolicy = field(default_factory=QueuePolicy)
     last_sent_seconds: float = float("inf")  # infinity: a response without keep-alives
+    worker: EngineWorker = field(init=False)  # set by the engine client
     _arrived: Deltas = field(default_factory=list)
     _backlog: int = 0  # deltas and logprob entries in `_arrived`
     _failure: ApiError | None = None
@@ -207,6 +209,7 @@ class InflightQuery:
     arrival_seconds: float
     terms: QueuePolicy
     answer: "asyncio.Future[AttentionResult]"
+    worker: EngineWorker = field(init=False)  # set by the engine client
     adapter = ""  # attention is computed for the base model
 
     @property

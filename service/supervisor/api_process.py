@@ -25,9 +25,9 @@ from service.http.api_keys import ApiKeys
 from service.http.connection import BoundedHttpProtocol, ConnectionLimits, limit_connections
 from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
-from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, Phase, name_thread
 from service.protocol.errors import ApiError
+from service.requests.engine_worker import EngineWorker
 from service.supervisor.supervisor import API_CLOSE_SECONDS, TRACE_FLUSH_SECONDS, listen
 from service.telemetry.request_record import Observe, RequestObserver, rejection
 
@@ -61,7 +61,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
         settings: ServeSettings,
         *,
         frontend: Frontend,
-        channel: Channel,
+        workers: Sequence[EngineWorker],
         keys: ApiKeys,
         lifecycle: Lifecycle,
         observers: Sequence[Observe] = (),
@@ -78,7 +78,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
         )
         self._observers, self._tracer = observers, tracer
         self.uvicorn_graceful_timeout = API_CLOSE_SECONDS
-        self._settings, self._frontend, self._channel, self._lifecycle = settings, frontend, channel, lifecycle
+        self._settings, self._frontend, self._workers, self._lifecycle = settings, frontend, workers, lifecycle
         num_connections, num_lingering = limit_connections(settings.max_connections)
         self._connection_limits = ConnectionLimits(
             max_connections=num_connections,
@@ -138,7 +138,8 @@ class ApiServer(LitServer):  # type: ignore[misc]
 
         signal.signal(signal.SIGTERM, on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._channel.deliver_to(self._frontend.receive)
+        for worker in self._workers:
+            worker.channel.deliver_to(partial(self._frontend.receive, worker=worker.index))
         if self._tracer is not None:
             self._tracer.start()
         task = asyncio.create_task(self._frontend.run_periodic_work())
@@ -146,6 +147,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
         yield
         task.cancel()
         self._frontend.close()
-        self._channel.close()
+        for worker in self._workers:
+            worker.channel.close()
         if self._tracer is not None:
             self._tracer.close(TRACE_FLUSH_SECONDS)

@@ -1,4 +1,4 @@
-"""Main process: starts, watches, replaces and ends the API process and the worker, in one thread.
+"""Main process: starts, watches, replaces and ends the API process and the workers, in one thread.
 
 If the API process dies, the service ends, since a new API process could not restore the clients' connections.
 """
@@ -9,8 +9,7 @@ import os
 import signal
 import socket
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -19,27 +18,21 @@ from types import FrameType
 from service.config.settings import ServeSettings
 from service.ipc.shared_state import Lifecycle, Phase, Watchdog, name_thread
 from service.supervisor.worker_process import WorkerProcess
+from service.supervisor.worker_slot import WorkerSlot, cause_of_death
 from service.worker.worker import EXIT_CHECKPOINT_CHANGED, EXIT_SETTINGS, EXIT_START_FAILED
 
 logger = logging.getLogger(__name__)
 
 # Interval of heartbeat checks. The kernel reports the end of a process at once.
 _CHECK_SECONDS = 0.5
-# Interval of checks while the first worker starts, and while the service drains.
+# Interval of checks while the first workers start, and while the service drains.
 _SHORT_CHECK_SECONDS = 0.02
 # A later start may take this many times as long as the first start, in addition to --hang-seconds.
 _SLOWEST_START = 10.0
-# The service ends at more worker deaths per minute, as restarts would go on forever.
-_MAX_WORKER_DEATHS_A_MINUTE = 5
 # Deaths of standby workers, or failed starts, after which no further standby is started.
 _MAX_STANDBY_DEATHS = 3
 # Time limit for the API process to close its connections after the drain.
 API_CLOSE_SECONDS = 5
-# Likely causes of deaths by a signal, by its name. Reading beyond the end of a mapped file raises SIGBUS.
-_LIKELY_CAUSES = {
-    "SIGKILL": " (out of memory?)",
-    "SIGBUS": " (was a file of the checkpoint truncated, or could its disk not be read?)",
-}
 TRACE_FLUSH_SECONDS = 2.0  # limit for sending the remaining spans, after the connections are closed
 
 
@@ -55,39 +48,33 @@ class StartError(RuntimeError):
 
 
 class Supervisor:
-    """Supervisor of the API process, the worker and the standby worker.
+    """Supervisor of the API process, the workers, and the standby that replaces the next worker that dies.
 
     Args:
-        worker: first worker process, which has been started and is importing torch.
+        slots: slots of the workers. The first has a process, which has been started and is importing torch.
         start_worker: starts another worker process; with True a standby, which imports torch at low priority.
-        begin: sends a worker process the message to load the model and serve; with True the worker first forks a
-            standby, which `begin` returns.
     """
 
     def __init__(
         self,
         lifecycle: Lifecycle,
         *,
-        worker: WorkerProcess,
+        slots: Sequence[WorkerSlot],
         start_worker: Callable[[bool], WorkerProcess],
-        begin: Callable[[WorkerProcess, bool], WorkerProcess | None],
         start_api: Callable[[], BaseProcess],
         settings: ServeSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
-        self._worker = worker
-        self._start_worker, self._begin, self._start_api = start_worker, begin, start_api
+        self._slots = slots
+        self._start_worker, self._start_api = start_worker, start_api
         self._settings = settings
         self._clock = clock
         self._api: BaseProcess | None = None
         self._standby: WorkerProcess | None = None
         self._num_standby_deaths = 0
-        self._deaths: deque[float] = deque(maxlen=_MAX_WORKER_DEATHS_A_MINUTE)
         self._start_seconds = 0.0  # duration of the first worker's start
         self._api_watchdog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
-        self._worker_watchdog = Watchdog(lambda: lifecycle.worker_signs, clock=clock)
-        self._hung: WorkerProcess | None = None  # worker that was killed because it hung
         self._is_hurried = False
         self._exit_code = 0
         self._signalled = os.eventfd(0, os.EFD_NONBLOCK)
@@ -96,23 +83,15 @@ class Supervisor:
         """Run the service until a signal or failure ends it. Return the exit code: 0 after a signal, 1 after a failure.
 
         Raises:
-            StartError: the first worker ended before it was ready, the port is in use, or the system lacks processes or
-                memory.
+            StartError: a worker ended before it was ready, the port is in use, or the system lacks processes or memory.
         """
         signal.signal(signal.SIGTERM, self.on_signal)
         signal.signal(signal.SIGINT, self.on_signal)
         name_thread("kvasir-main")
         lifecycle = self._lifecycle
-        lifecycle.epoch_seconds.value = began = self._clock()
         try:
-            self._standby = self._begin(self._worker, self._wants_standby())
-            while lifecycle.ready_epoch.value < 0:
-                if lifecycle.phase.value != Phase.STARTING:
-                    return 0
-                if self._worker.exitcode is not None:
-                    raise failed_start(self._worker)
-                connection.wait([self._signalled], _SHORT_CHECK_SECONDS)
-            self._start_seconds = self._clock() - began
+            if not self._start_workers():
+                return 0
             if lifecycle.phase.value == Phase.STARTING:
                 lifecycle.enter(Phase.SERVING)
             self._api = api = self._start_api()
@@ -126,11 +105,53 @@ class Supervisor:
             self.end()
         return self._exit_code
 
+    def _start_workers(self) -> bool:
+        """Start all workers. Return False if a signal ends the service before they are ready.
+
+        The first starts alone: it reports settings that cannot be used, compiles kernels, and sizes the KV-cache.
+        """
+        first, *others = self._slots
+        assert first.process is not None
+        began = self._clock()
+        self._standby = first.begin(first.process, has_standby=self._wants_standby())
+        if not self._wait_until_ready([first]):
+            return False
+        self._start_seconds = self._clock() - began
+        for slot in others:
+            slot.state.num_blocks.value = first.state.num_blocks.value
+            self._start_in(slot)
+        return self._wait_until_ready(others)
+
+    def _wait_until_ready(self, slots: Sequence[WorkerSlot]) -> bool:
+        while not all(slot.state.is_ready for slot in slots):
+            if self._lifecycle.phase.value != Phase.STARTING:
+                return False
+            for slot in self._slots:
+                if slot.exitcode is not None:
+                    raise failed_start(slot)
+            connection.wait([self._signalled], _SHORT_CHECK_SECONDS)
+        return True
+
+    def _start_in(self, slot: WorkerSlot) -> None:
+        """Let the standby serve in a slot if the standby has completed its imports, else a new process.
+
+        A standby that is still importing is killed: its priority is the lowest, so a new process is ready sooner.
+        """
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.wait_for_fork()
+            if not standby.has_imported():
+                standby.close()
+                standby = None
+        self._standby = slot.begin(standby or self._start_worker(False), has_standby=self._wants_standby())
+
     def _wait(self, api: BaseProcess) -> None:
         """Wait for a signal, the end of a child process, or the time of the next heartbeat check."""
         is_draining = self._lifecycle.phase.value == Phase.DRAINING
-        self._worker.has_imported()  # reads the report, so that the sentinel means the end of the process
-        sentinels = [self._signalled, api.sentinel, self._worker.sentinel]
+        workers = [slot.process for slot in self._slots if slot.process is not None]
+        for worker in workers:
+            worker.has_imported()  # reads the report, so that the sentinel means the end of the process
+        sentinels = [self._signalled, api.sentinel, *(worker.sentinel for worker in workers)]
         connection.wait(sentinels, _SHORT_CHECK_SECONDS if is_draining else _CHECK_SECONDS)
         with suppress(BlockingIOError):
             os.eventfd_read(self._signalled)
@@ -143,57 +164,36 @@ class Supervisor:
             lifecycle.enter(Phase.STOPPING)
         elif not api.is_alive():
             self._fail(f"the API process {cause_of_death(api.exitcode)}; stopping the service")
-        elif self._worker.exitcode is not None:
-            self._replace_worker()
+        elif dead := [slot for slot in self._slots if slot.exitcode is not None]:
+            for slot in dead:
+                self._replace_worker(slot)
         elif self._settings.hang_seconds and self._end_hung(api):
             pass
-        elif lifecycle.ready_epoch.value == lifecycle.epoch.value:
+        elif all(slot.state.is_ready for slot in self._slots):
             self._keep_standby()
 
     def _is_drained(self) -> bool:
         elapsed = time.monotonic() - self._lifecycle.phase_seconds.value
         return not self._lifecycle.num_active.value or self._is_hurried or elapsed > self._settings.drain_seconds
 
-    def _replace_worker(self) -> None:
-        """Replace the dead worker by the standby if the standby has completed its imports, else by a new process.
-
-        A standby that is still importing is killed: its priority is the lowest, so a new process is ready sooner.
-        Ends the service instead after six worker deaths within a minute, or if the checkpoint has changed.
-        """
-        dead, lifecycle, now = self._worker, self._lifecycle, self._clock()
-        cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead.exitcode)
-        if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
-            self._fail(f"the worker died {len(self._deaths) + 1} times within a minute ({cause}); giving up")
+    def _replace_worker(self, slot: WorkerSlot) -> None:
+        if (problem := slot.record_death()) is not None:
+            self._fail(problem)
             return
-        if dead.exitcode == EXIT_CHECKPOINT_CHANGED:
-            self._fail("the worker cannot be replaced, because the checkpoint has changed; restart the service")
-            return
-        self._deaths.append(now)
-        logger.error("the worker %s; starting another worker, which resumes the unfinished requests", cause)
-        restarts = lifecycle.num_killed if (dead.exitcode or 0) < 0 else lifecycle.num_exited
-        restarts.value += 1
-        lifecycle.epoch_seconds.value = now
-        lifecycle.epoch.value += 1
-        dead.close()
-        standby, self._standby = self._standby, None
-        if standby is not None and not standby.has_imported():
-            standby.close()
-            standby = None
         try:
-            self._worker = standby or self._start_worker(False)
-            self._standby = self._begin(self._worker, self._wants_standby())
+            self._start_in(slot)
         except OSError as error:
             self._fail(f"no worker can be started to replace the dead worker: {error}; stopping the service")
 
     def _wants_standby(self) -> bool:
         """Return True if --standby is set, a standby fits into memory, and under 3 standbys died or never started."""
-        has_memory = bool(self._lifecycle.has_standby_memory.value)
+        has_memory = bool(self._slots[0].state.has_standby_memory.value)
         return self._settings.standby and has_memory and self._num_standby_deaths < _MAX_STANDBY_DEATHS
 
     def _keep_standby(self) -> None:
         """Start a standby worker if one is wanted and none is alive. End a standby that does not fit into memory."""
         if self._standby is not None:
-            if self._standby.exitcode is None and self._lifecycle.has_standby_memory.value:
+            if self._standby.exitcode is None and self._slots[0].state.has_standby_memory.value:
                 return
             if self._standby.exitcode is not None:
                 self._num_standby_deaths += 1
@@ -208,21 +208,17 @@ class Supervisor:
                 logger.warning("no standby worker can be started: %s; the service runs without a standby", error)
 
     def _end_hung(self, api: BaseProcess) -> bool:
-        """Kill the API process or worker after --hang-seconds without a heartbeat. Return True if one was killed."""
+        """Kill the API process or a worker after --hang-seconds without a heartbeat. Return True if one was killed."""
         limit = self._settings.hang_seconds
         if self._api_watchdog.silence() > limit and self._lifecycle.num_api_beats.value:
             self._fail(f"the API process sent no heartbeat for {limit:g} s; stopping the service")
             api.kill()
             return True
-        if self._lifecycle.ready_epoch.value != self._lifecycle.epoch.value:
-            limit += _SLOWEST_START * self._start_seconds
-        if self._worker_watchdog.silence() > limit:
-            logger.error("the worker sent no heartbeat for %g s; killing the worker and starting another", limit)
-            self._worker_watchdog.forgive()
-            self._hung = self._worker
-            self._worker.kill()
-            return True
-        return False
+        limits = [
+            limit + (0.0 if slot.state.is_ready else _SLOWEST_START * self._start_seconds) for slot in self._slots
+        ]
+        killed = [slot.kill_if_hung(most) for slot, most in zip(self._slots, limits, strict=True)]
+        return any(killed)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Drain at the first SIGTERM or SIGINT, stop at the second. In a forked child, ignore both signals."""
@@ -250,7 +246,7 @@ class Supervisor:
             self._api.join(API_CLOSE_SECONDS + (TRACE_FLUSH_SECONDS if self._settings.otlp_endpoint else 0))
             self._api.kill()
             self._api.join()
-        for worker in (self._worker, self._standby):
+        for worker in (*(slot.process for slot in self._slots), self._standby):
             if worker is not None:
                 worker.close()
 
@@ -278,16 +274,8 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def failed_start(worker: WorkerProcess) -> StartError:
+def failed_start(slot: WorkerSlot) -> StartError:
     """Return the `StartError` for a first worker process that ended before it was ready."""
-    if worker.exitcode in (EXIT_START_FAILED, EXIT_SETTINGS, EXIT_CHECKPOINT_CHANGED):
-        return StartError("", exit_code=2 if worker.exitcode == EXIT_SETTINGS else 1)
-    return StartError(f"the worker {cause_of_death(worker.exitcode)} while starting")
-
-
-def cause_of_death(exitcode: int | None) -> str:
-    """Describe the end of a process by its exit code, as a predicate: "was killed by SIGKILL"."""
-    if exitcode is not None and exitcode < 0:
-        name = signal.Signals(-exitcode).name
-        return f"was killed by {name}{_LIKELY_CAUSES.get(name, '')}"
-    return f"ended with exit code {exitcode or 0}"
+    if slot.exitcode in (EXIT_START_FAILED, EXIT_SETTINGS, EXIT_CHECKPOINT_CHANGED):
+        return StartError("", exit_code=2 if slot.exitcode == EXIT_SETTINGS else 1)
+    return StartError(f"{slot.name} {cause_of_death(slot.exitcode)} while starting")

@@ -19,7 +19,7 @@ from model.system.c_library import adopt_orphans
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from service.worker.worker import main; main{arguments!r}"
 _REPORT_BYTES = 16  # maximum length of a process id
-_REPORT_SECONDS = 1.0  # longest wait for the process id of a standby that a killed worker was forking
+_REPORT_SECONDS = 1.0  # longest wait for the process id of a standby that a worker is forking, or was when it died
 
 
 class WorkerProcess:
@@ -96,6 +96,11 @@ class WorkerProcess:
         ours.close()
         return None
 
+    def wait_for_fork(self) -> None:
+        """Wait until a standby that a worker is forking has reported its process id, or ended."""
+        if self._pid is None and self._exitcode is None:
+            connection.wait([self._socket], _REPORT_SECONDS)
+
     def kill(self) -> None:
         """Kill the process group of the worker process: the worker and its child processes, such as compilers."""
         self._read_report()
@@ -105,8 +110,7 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Kill the worker process and its child processes, and wait for their ends. Main has adopted the children."""
-        if self._pid is None and self._exitcode is None:  # a standby that is being forked: it reports its id, or ends
-            connection.wait([self._socket], _REPORT_SECONDS)
+        self.wait_for_fork()
         self.kill()
         if self._pid is not None and not self._is_reaped:
             self._wait(0)

@@ -42,6 +42,7 @@ from service.engine.execution.gpu_setup import (
     wait_for_device_memory,
 )
 from service.engine.scheduling.scheduler import EngineConfig
+from service.worker.devices import find_device, take_device
 from service.worker.fallbacks import find_fallbacks
 from service.worker.memory_plan import LOADED_QUANTIZED_BYTES, LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
@@ -165,6 +166,8 @@ def build_engine(
     """
     keep_freed_memory()
     manifest = _as_served(settings, manifest)
+    if server is not None and server.num_workers > 1:
+        settings = take_device(settings, server)
     resolved = _resolve(settings, manifest)
     torch.set_num_threads(resolved.threads)
     for fallback in resolved.fallbacks:
@@ -188,7 +191,8 @@ def build_engine(
     if not num_blocks:
         largest = _largest_step(settings, resolved)
         profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
-        num_blocks = _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes)
+        num_workers = 1 if server is None else server.num_workers
+        num_blocks = _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes, num_workers)
     config = _engine_config(settings, num_blocks, resolved.max_context_length)
     engine = Engine(
         *(model, tokenizer, config),
@@ -473,26 +477,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def find_device(wanted: str) -> str:
-    """Return the device of a --device setting. Raises `SettingsError` if this machine has no such device.
-
-    A GPU with a number becomes the current device: streams, Triton's kernels and free memory are the current device's.
-    """
-    if wanted == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cpu":
-        return wanted
-    if not torch.cuda.is_available():
-        raise SettingsError(f"--device {wanted}: no CUDA device is available; check the driver, or give --device cpu")
-    _, _, number = wanted.partition(":")
-    if number and int(number) >= (count := torch.cuda.device_count()):
-        names = "only cuda:0 is" if count == 1 else f"cuda:0 to cuda:{count - 1} are"
-        raise SettingsError(f"--device {wanted}: {names} visible; choose another, or change CUDA_VISIBLE_DEVICES")
-    if number:
-        torch.cuda.set_device(int(number))
-    return wanted
-
-
 def find_cache_dtype(wanted: str, device: str, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a --kv-cache-dtype setting. Raises `SettingsError` if model or device do not support it."""
     if wanted != "float16":
@@ -541,19 +525,24 @@ def find_quantization(quantize: str, device: str, dtype: torch.dtype) -> Quantiz
 
 
 def _num_blocks(
-    settings: ModelSettings, resolved: _ResolvedSettings, reserved_bytes: int, profiled_bytes: int | None
+    settings: ModelSettings,
+    resolved: _ResolvedSettings,
+    reserved_bytes: int,
+    profiled_bytes: int | None,
+    num_workers: int = 1,
 ) -> int:
     """Return the number of KV-cache blocks: as requested, or for "auto" as many as are useful and fit into memory.
 
     Args:
         reserved_bytes: main memory to leave free for the server's other processes.
         profiled_bytes: measured GPU memory that the KV-cache may take; None on a CPU.
+        num_workers: number of workers among which main memory is divided.
     Raises:
         ValueError, SettingsError: the KV-cache, as requested or for one context, does not fit into free memory; or the
             requested KV-cache does not hold one context.
     """
     if profiled_bytes is None:
-        free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes)
+        free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes) // num_workers
         # One full context may take more than half of the memory, since otherwise the model could not be served.
         most, usual_share = int(free * _MOST_OF_MEMORY), free // 2
     else:

@@ -52,6 +52,8 @@ class ServerNeeds(NamedTuple):
     standby: bool  # a standby worker is wanted
     num_blocks: int  # KV-cache blocks of the first worker, which a replacement gets too; 0 for the first
     adapter_bytes: int = 0  # memory in which the adapters of --lora are loaded, after the model
+    num_workers: int = 1  # --devices
+    worker_index: int = 0  # number of the worker, from 0
 
 
 class LoadedModel(NamedTuple):
@@ -103,11 +105,13 @@ def plan_memory(model: LoadedModel, settings: ModelSettings, server: ServerNeeds
         ValueError: the server would run out of memory.
     """
     available, limit = available_memory_bytes(), memory_limit_bytes()
-    reserved = step_bytes(model.config, settings.max_batched_tokens) + _SERVICE_BYTES + server.adapter_bytes
-    needed = model.weight_bytes + reserved + round(model.short_cache_bytes / _CACHE_SHARE)
+    imports_bytes, num_others = own_anonymous_bytes(), server.num_workers - 1
+    working_bytes = step_bytes(model.config, settings.max_batched_tokens) + server.adapter_bytes
+    reserved = working_bytes + _SERVICE_BYTES + num_others * (imports_bytes + model.weight_bytes + working_bytes)
+    needed = model.weight_bytes + reserved + server.num_workers * round(model.short_cache_bytes / _CACHE_SHARE)
     if needed > available:
-        raise ValueError(_too_little(needed, available, limit, server.adapter_bytes))
-    standby_bytes = own_anonymous_bytes() if server.standby else 0
+        raise ValueError(_too_little(needed, available, limit, server))
+    standby_bytes = imports_bytes if server.standby else 0
     if needed + standby_bytes > available:
         logger.warning(
             "no standby worker: memory is short by %d MiB; replacing a dead worker will take longer; "
@@ -118,11 +122,13 @@ def plan_memory(model: LoadedModel, settings: ModelSettings, server: ServerNeeds
     return MemoryPlan(reserved + standby_bytes, has_standby=server.standby)
 
 
-def _too_little(needed: int, available: int, limit: int | None, adapter_bytes: int) -> str:
+def _too_little(needed: int, available: int, limit: int | None, server: ServerNeeds) -> str:
     """Return the error message of a server that does not fit into memory, with remedies."""
     model, smaller = "this model needs", "lower --max-batched-tokens, or use a smaller model"
-    if adapter_bytes:
-        model = f"this model needs, with {_mebibytes(adapter_bytes)} MiB for LoRA adapters,"
+    if server.num_workers > 1:
+        model, smaller = f"{server.num_workers} workers with this model need", f"lower --devices, {smaller}"
+    if server.adapter_bytes:
+        model = f"this model needs, with {_mebibytes(server.adapter_bytes)} MiB for LoRA adapters,"
         smaller = "give fewer adapters by --lora, lower --max-batched-tokens, or use a smaller model"
     if limit is None:
         return (

@@ -29,7 +29,7 @@ from service.config.log_setup import FIELDS
 from service.config.settings import ServeSettings, SettingsError, effective_settings, effective_values
 from service.ipc.channel import WorkerChannel
 from service.ipc.messages import Command, Event, WorkerReady, decode_commands, encode_events
-from service.ipc.shared_state import Lifecycle, name_thread
+from service.ipc.shared_state import WorkerState, end_if_orphaned, name_thread
 from service.worker.engine_loop import EngineLoop
 from service.worker.memory_plan import ServerNeeds
 
@@ -70,6 +70,7 @@ class WorkerOrder:
     """Content of the message (order) by which main lets a worker process load this model and serve it."""
 
     worker_class: str  # "module:class" of the `Worker`
+    index: int = 0  # number of the worker, which chooses its device or CPUs
     settings: ServeSettings
     manifest: Manifest
     stamps: Stamps  # of the weight files, when the service started
@@ -104,22 +105,20 @@ def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
         name_thread("kvasir-worker")
         _import_engine()
     gc.freeze()
-    memory, lifecycle, channel, *standby = received = _receive_order(descriptor)
+    memory, state, channel, *standby = received = _receive_order(descriptor)
     while standby and _fork_standby(parent):  # true in the standby
         for inherited in (descriptor, *received[:-1]):
             os.close(inherited)
         (descriptor,) = standby
-        memory, lifecycle, channel, *standby = received = _receive_order(descriptor)
+        memory, state, channel, *standby = received = _receive_order(descriptor)
     for inherited in standby:
         os.close(inherited)
-    multiprocessing.current_process().name = "worker"  # in log lines
     with os.fdopen(memory, "rb") as file:
         file.seek(0)
         order: WorkerOrder = pickle.load(file)  # written by main
     module, _, name = order.worker_class.partition(":")
     make: type[Worker] = getattr(importlib.import_module(module), name)
-    shared = Lifecycle(main_pid=order.main_pid, descriptor=lifecycle)
-    make(order, shared, WorkerChannel(socket.socket(fileno=channel))).run()
+    make(order, WorkerState(state), WorkerChannel(socket.socket(fileno=channel))).run()
 
 
 def _receive_order(descriptor: int) -> list[int]:
@@ -172,19 +171,21 @@ def _fork_standby(main_pid: int) -> bool:
 class Worker:
     """Worker process: builds the engine of its `WorkerOrder`, sends `WorkerReady`, and runs the engine loop."""
 
-    def __init__(self, order: WorkerOrder, lifecycle: Lifecycle, channel: WorkerChannel) -> None:
+    def __init__(self, order: WorkerOrder, state: WorkerState, channel: WorkerChannel) -> None:
         self.order = order
         self.settings, self.manifest = order.settings, order.manifest
-        self.lifecycle, self._channel = lifecycle, channel
+        self.state, self._channel = state, channel
 
     def run(self) -> NoReturn:
         """Build the engine and serve requests until the process ends."""
+        several = f" {self.order.index}" if self.settings.devices > 1 else ""
+        multiprocessing.current_process().name = f"worker{several}"  # in log lines
         log_setup.configure(self.settings.log_level, self.settings.log_format)
-        started_seconds = self.lifecycle.epoch_seconds.value
+        started_seconds = self.state.epoch_seconds.value
         engine, facts = self._build_or_exit()
         after_step = self._publish_cache_events(engine) if self.settings.kv_events_endpoint else lambda: None
         ready = WorkerReady(
-            epoch=self.lifecycle.epoch.value,
+            epoch=self.state.epoch.value,
             device=facts.device,
             dtype=facts.dtype,
             attention=facts.attention,
@@ -229,7 +230,7 @@ class Worker:
             check_unchanged(self.order.stamps)
             engine, facts = self.build()
             check_unchanged(self.order.stamps)  # of a file that changed meanwhile, a part may have been loaded
-            if self.lifecycle.epoch.value == 0:  # print the settings once, when all values are resolved
+            if self.order.index == self.state.epoch.value == 0:  # print the settings once, when all values are resolved
                 self._show_settings({**self.order.found, **facts.setting_values()})
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
@@ -246,20 +247,22 @@ class Worker:
     def build(self) -> "tuple[Engine, EngineFacts]":
         """Return a warmed-up engine and its resolved settings. Raises what `engine_factory.build_engine` raises.
 
-        The first worker stores its number of KV-cache blocks in the shared memory, for its replacements.
+        The first worker stores its number of KV-cache blocks in the shared memory, for all other workers.
         """
         from service.worker.engine_factory import build_engine
 
-        lifecycle = self.lifecycle
+        state = self.state
         server = ServerNeeds(
             standby=self.settings.standby,
-            num_blocks=lifecycle.num_blocks.value,
+            num_blocks=state.num_blocks.value,
             adapter_bytes=self.order.adapter_bytes,
+            num_workers=self.settings.devices,
+            worker_index=self.order.index,
         )
         engine, facts = build_engine(self.settings, self.manifest, server=server)
-        if not lifecycle.num_blocks.value:
-            lifecycle.num_blocks.value = facts.num_blocks
-            lifecycle.has_standby_memory.value = facts.has_standby
+        if not state.num_blocks.value:
+            state.num_blocks.value = facts.num_blocks
+            state.has_standby_memory.value = facts.has_standby
         engine.warm_up(_CPU_WARM_UP_TOKENS if facts.device == "cpu" else None)
         return engine, facts
 
@@ -267,7 +270,7 @@ class Worker:
         outbox: SimpleQueue[list[Event]] = SimpleQueue()
         threading.Thread(target=_carry, args=(outbox, self._channel), name="carrier", daemon=True).start()
         _send(self._channel, [ready])
-        self.lifecycle.ready_epoch.value = ready.epoch
+        self.state.ready_epoch.value = ready.epoch
 
         def receive(timeout_seconds: float) -> list[Command] | None:
             if (message := self._channel.receive(timeout_seconds)) is None:
@@ -276,8 +279,8 @@ class Worker:
             return batch.commands if batch.epoch == ready.epoch else []
 
         def beat() -> None:
-            self.lifecycle.beat()
-            self.lifecycle.end_if_orphaned()
+            self.state.beat()
+            end_if_orphaned(self.order.main_pid)
 
         engine_loop = EngineLoop(
             engine,

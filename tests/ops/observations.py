@@ -121,6 +121,7 @@ _STEPPED = (
         "spec_decode_num_accepted_tokens_total": 5,
         "non_finite_sequences_total": 1,
         "engine_busy_seconds_total": 0.0625,
+        'worker_busy_seconds_total{worker="0"}': 0.0625,
     }
     | _once("batch_size", 4)
     | _once("iteration_tokens_total", 43)
@@ -189,6 +190,11 @@ OBSERVATIONS = (
         name="worker_restart",
         make=lambda metrics: metrics.set_worker_restarts(signal=1),
         changes={'worker_restarts_total{reason="signal"}': 1},
+    ),
+    Observation(
+        name="worker_ready",
+        make=lambda metrics: metrics.set_worker_ready(1, True),
+        changes={'worker_ready{worker="1"}': 1},
     ),
     Observation(
         name="replay",

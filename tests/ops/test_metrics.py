@@ -15,7 +15,7 @@ from service.ipc.messages import EngineIdle, FinishReason
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Kind
 from service.metrics.recorder import TPOT_OBJECTIVE_SECONDS, TTFT_OBJECTIVE_SECONDS, EngineState, Metrics
 from service.protocol import errors
-from tests.ops.observations import HELLO, OBSERVATIONS, STEP, Observation, finished, observe_everything, scrape
+from tests.ops.observations import HELLO, MODEL, OBSERVATIONS, STEP, Observation, finished, observe_everything, scrape
 
 # https://docs.vllm.ai/en/stable/usage/metrics/, limited to the metrics that Kvasir has.
 VLLM_FAMILIES = {
@@ -133,6 +133,7 @@ def test_a_step_without_prompts_leaves_the_prompt_counters(metrics: Metrics) -> 
     assert changes(metrics, before) == {
         "generation_tokens_total": 3,
         "engine_busy_seconds_total": 0.03125,
+        'worker_busy_seconds_total{worker="0"}': 0.03125,
         "batch_size_count": 1,
         "batch_size_sum": 3,
         "iteration_tokens_total_count": 1,
@@ -149,6 +150,25 @@ def test_an_idle_engine_reports_no_load_and_keeps_its_limit(metrics: Metrics) ->
     assert [samples[f"num_requests_{state}"] for state in ("running", "waiting")] == [0, 0]
     assert samples["kv_cache_usage_perc"] == 0
     assert samples["max_num_requests_running"] == STEP.max_num_running
+
+
+def test_numbers_of_several_workers_are_summed_until_a_worker_dies() -> None:
+    metrics = Metrics(MODEL, 2)
+    for worker in (0, 1):
+        metrics.observe_worker_start(HELLO, worker)
+        metrics.observe_engine(STEP, worker)
+    samples = scrape(metrics)
+    assert [samples[f"num_requests_{state}"] for state in ("running", "waiting")] == [6, 4]
+    assert samples["max_num_requests_running"] == 2 * STEP.max_num_running
+    assert samples["kv_cache_usage_perc"] == STEP.kv_usage
+    assert samples['cache_config_info{block_size="16",cache_dtype="float16",device="cpu",num_gpu_blocks="128"}'] == 1
+    assert samples["generation_tokens_total"] == 2 * STEP.num_completion_tokens
+    busy_seconds = [samples[f'worker_busy_seconds_total{{worker="{worker}"}}'] for worker in (0, 1)]
+    assert [samples["engine_busy_seconds_total"], *busy_seconds] == [STEP.step_seconds] * 3
+    metrics.forget_engine(0)
+    assert scrape(metrics)["num_requests_running"] == STEP.num_running
+    metrics.forget_engine(1)
+    assert "num_requests_running" not in scrape(metrics)
 
 
 @pytest.mark.parametrize(

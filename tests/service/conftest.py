@@ -17,9 +17,10 @@ from service.config.settings import ServeSettings
 from service.http.api_keys import read_api_keys
 from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
-from service.ipc.shared_state import Lifecycle, Phase
+from service.ipc.shared_state import Lifecycle, Phase, WorkerState
 from service.metrics.recorder import Metrics
 from service.preprocess.served_model import read_served_model
+from service.requests.engine_worker import EngineWorker
 from service.telemetry.request_record import Observe, RequestObserver
 from tests.service.echo import EchoChannel
 from tests.service.kept_process import KeptProcess
@@ -62,10 +63,16 @@ def kept_processes() -> Iterator[None]:
 
 
 @pytest.fixture
+def worker_state() -> WorkerState:
+    return WorkerState()
+
+
+@pytest.fixture
 def frontend(
     settings: ServeSettings,
     metrics: Metrics,
     lifecycle: Lifecycle,
+    worker_state: WorkerState,
     queue: EchoChannel,
     kept_processes: None,
     monkeypatch: pytest.MonkeyPatch,
@@ -74,7 +81,8 @@ def frontend(
         monkeypatch.setattr(f"service.{module}.BoundedProcess", KeptProcess)
     serving = read_served_model(settings, read_manifest(settings.checkpoint), load_tokenizer(settings.checkpoint))
     channel: Any = queue
-    frontend = Frontend(settings, served=serving, channel=channel, lifecycle=lifecycle, metrics=metrics)
+    workers = [EngineWorker(channel, worker_state)]
+    frontend = Frontend(settings, served=serving, workers=workers, lifecycle=lifecycle, metrics=metrics)
     frontend.pre_setup(None)
     queue.frontend = frontend
     yield frontend

@@ -2,29 +2,58 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from service.admission.controller import Admission
 from service.ipc.messages import Command, Submit, WorkerReady
+from service.ipc.shared_state import WorkerState
+from service.requests.dispatcher import Dispatcher
 from service.requests.engine_client import EngineClient
+from service.requests.engine_worker import EngineWorker
 from service.requests.inflight import Choice, InflightRequest
 from tests.service.sequences import make_request
+
+
+class FakeWorker(EngineWorker):
+    """Worker whose commands go to a function."""
+
+    def __init__(self, take: Callable[[Sequence[Command]], None], index: int = 0) -> None:
+        super().__init__(cast(Any, SimpleNamespace(discard_unsent=lambda: None)), WorkerState(), index)
+        self.take = take
+
+    def send(self, commands: Sequence[Command]) -> None:
+        if commands:
+            self.take(commands)
+
+
+def fake_workers(take: Callable[[Sequence[Command]], None]) -> dict[str, Any]:
+    """Return the arguments of an engine client with one worker whose commands go to a function."""
+    workers = [FakeWorker(take)]
+    return {"workers": workers, "dispatcher": Dispatcher(workers)}
 
 
 class Desk:
     """Engine client, with the commands that it has sent and the arguments of its callbacks."""
 
-    def __init__(self, *, waiting: int = 10) -> None:
+    def __init__(self, *, waiting: int = 10, workers: Sequence[FakeWorker] = (), block_size: int | None = None) -> None:
         self.sent: list[Command] = []
+        self.workers = workers or [FakeWorker(self._send)]
         self.hellos: list[WorkerReady] = []
         self.outcomes: list[str] = []
         self.late: list[int] = []
-        self.admission = Admission(max_num_running=2, max_waiting_requests=waiting, max_waiting_tokens=10_000)
+        self.admission = Admission(
+            max_num_running=2,
+            max_waiting_requests=waiting,
+            max_waiting_tokens=10_000,
+            num_workers=len(self.workers),
+        )
         self.engine_client = EngineClient(
-            send=self._send,
+            workers=self.workers,
+            dispatcher=Dispatcher(self.workers, block_size),
             admission=self.admission,
-            on_worker_ready=self.hellos.append,
-            on_engine=lambda event: None,
+            on_worker_ready=lambda hello, worker: self.hellos.append(hello),
+            on_engine=lambda event, worker: None,
             on_replay=self.outcomes.append,
             on_late=self.late.append,
             on_count=lambda number: None,

@@ -7,6 +7,7 @@ import pytest
 from model.system.limits import (
     available_memory_bytes,
     cpu_quota,
+    cpu_shares,
     memory_limit_bytes,
     own_anonymous_bytes,
     usable_cpus,
@@ -163,3 +164,21 @@ def test_the_cpu_quota_limits_the_usable_cpus(tmp_path: Path, monkeypatch: pytes
     quotas = (("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("9900000 100000", 8))
     for number, (quota, count) in enumerate(quotas):
         assert usable_cpus(tree(tmp_path / str(number), "0::/\n", V2, {"cpu.max": quota})) == count
+
+
+def test_cpus_are_shared_out_by_socket_and_core_within_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight CPUs: two sockets of two cores each, numbered as on servers, where each core's second thread comes last."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    unlimited = tree(tmp_path / "a", "0::/\n", V2, {})
+    limited = tree(tmp_path / "b", "0::/\n", V2, {"cpu.max": "300000 100000"})
+    for root in (unlimited, limited):
+        for cpu in range(8):
+            topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+            topology.mkdir(parents=True)
+            (topology / "physical_package_id").write_text(f"{cpu // 2 % 2}\n")
+            (topology / "core_id").write_text(f"{cpu % 2}\n")
+    assert cpu_shares(2, unlimited) == [{0, 4, 1, 5}, {2, 6, 3, 7}]
+    assert cpu_shares(3, unlimited) == [{0, 4}, {1, 5, 2}, {6, 3, 7}]
+    assert cpu_shares(2, limited) == [{0}, {4, 1}]

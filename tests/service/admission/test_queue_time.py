@@ -44,9 +44,10 @@ def late(client: TestClient, frontend: Frontend) -> Iterator[LateQueue]:
     queue = LateQueue()
     queue.frontend = frontend
     channel: Any = queue
-    usual, frontend._channel = frontend._channel, channel
+    (worker,) = frontend.context.workers
+    usual, worker.channel = worker.channel, channel
     yield queue
-    frontend._channel = usual
+    worker.channel = usual
 
 
 @pytest.mark.parametrize(("path", "body"), ROUTES)

@@ -18,6 +18,7 @@ from service.ipc.messages import Command, FinishReason, Submit, TokenDelta, Toke
 from service.protocol.completions import CompletionRequest, StreamOptions
 from service.requests.engine_client import EngineClient
 from service.requests.inflight import Choice
+from tests.service.desk import fake_workers
 from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
 from tests.service.streams import events, joined
 from tests.tiny_model import tiny_tokenizer
@@ -137,10 +138,10 @@ class Scene:
         choices = make_choices(self.builder, self.asked, self.num_samples)
         engine = Engine({choice.submit.uid: self.texts[choice.index] for choice in choices})
         engine_client = EngineClient(
-            send=engine.take,
+            **fake_workers(engine.take),
             admission=Admission(max_num_running=8, max_waiting_requests=8, max_waiting_tokens=1000),
-            on_worker_ready=lambda hello: None,
-            on_engine=lambda event: None,
+            on_worker_ready=lambda hello, worker: None,
+            on_engine=lambda event, worker: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
             on_count=lambda number: None,

@@ -11,10 +11,10 @@ from starlette.testclient import TestClient
 
 from service.admission.controller import QueuePolicy
 from service.api.app import Frontend
-from service.api.context import STALL_SECONDS
 from service.ipc.messages import WorkerReady, encode_events
-from service.ipc.shared_state import Lifecycle, Phase
+from service.ipc.shared_state import Lifecycle, Phase, WorkerState
 from service.protocol.errors import QueueTimeout
+from service.requests.engine_worker import STALL_SECONDS
 from tests.service.bad_requests import BAD_REQUESTS
 from tests.service.echo import EchoChannel
 from tests.service.sequences import make_choice, make_hello, make_request
@@ -147,7 +147,11 @@ def say(frontend: Frontend, hello: WorkerReady) -> None:
 
 
 def test_readiness_depends_on_the_worker_and_the_phase(
-    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
+    client: TestClient,
+    frontend: Frontend,
+    lifecycle: Lifecycle,
+    worker_state: WorkerState,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def ready() -> tuple[int, str]:
         response = client.get("/ready")
@@ -157,22 +161,22 @@ def test_readiness_depends_on_the_worker_and_the_phase(
     assert ready() == (503, "loading")
     say(frontend, msgspec.structs.replace(make_hello(0), startup_seconds=3600.0))
     assert ready() == (200, "ready")
-    lifecycle.epoch.value, lifecycle.epoch_seconds.value = 1, time.monotonic()
+    worker_state.epoch.value, worker_state.epoch_seconds.value = 1, time.monotonic()
     assert ready() == (503, "loading")
     assert 3000 < client.get("/ready").json()["eta_s"] <= 3600, "the last start took an hour"
     say(frontend, make_hello(1))
     assert ready() == (200, "ready")
-    monkeypatch.setattr(frontend.context.worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
+    monkeypatch.setattr(frontend.context.workers[0].watchdog, "silence", lambda: STALL_SECONDS + 1.0)
     assert ready() == (503, "stalled")
-    monkeypatch.setattr(frontend.context.worker_watchdog, "silence", lambda: 0.0)
+    monkeypatch.setattr(frontend.context.workers[0].watchdog, "silence", lambda: 0.0)
     assert ready() == (200, "ready")
-    monkeypatch.setattr(frontend.context.worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
+    monkeypatch.setattr(frontend.context.workers[0].watchdog, "silence", lambda: STALL_SECONDS + 1.0)
     lifecycle.enter(Phase.DRAINING)
     assert ready() == (503, "draining")
 
 
 def test_ready_reports_the_kernels_of_the_running_worker(
-    client: TestClient, frontend: Frontend, lifecycle: Lifecycle
+    client: TestClient, frontend: Frontend, worker_state: WorkerState
 ) -> None:
     def reported() -> tuple[object, ...]:
         readiness = client.get("/ready").json()
@@ -181,7 +185,7 @@ def test_ready_reports_the_kernels_of_the_running_worker(
     assert reported() == (None, None, None)
     say(frontend, make_hello(0))
     assert reported() == ("avx2", "native", "float32")
-    lifecycle.epoch.value = 1
+    worker_state.epoch.value = 1
     assert reported() == (None, None, None), "the next worker may use other kernels"
 
 
@@ -208,7 +212,11 @@ def test_every_response_has_the_request_id(client: TestClient) -> None:
 
 
 def test_the_engine_state_metric_ignores_jumps_of_the_wall_clock(
-    client: TestClient, frontend: Frontend, lifecycle: Lifecycle, monkeypatch: pytest.MonkeyPatch
+    client: TestClient,
+    frontend: Frontend,
+    lifecycle: Lifecycle,
+    worker_state: WorkerState,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A gauge for several processes would show the value with the latest wall-clock time, which may jump back."""
     seconds = iter(range(2_000_000_000, 0, -1_000_000))
@@ -221,11 +229,11 @@ def test_the_engine_state_metric_ignores_jumps_of_the_wall_clock(
     assert state() == ["starting"]
     say(frontend, make_hello(0))
     assert state() == ["ready"]
-    lifecycle.epoch.value, lifecycle.epoch_seconds.value = 1, time.monotonic()
+    worker_state.epoch.value, worker_state.epoch_seconds.value = 1, time.monotonic()
     assert state() == ["restarting"]
     say(frontend, make_hello(1))
     assert state() == ["ready"]
-    monkeypatch.setattr(frontend.context.worker_watchdog, "silence", lambda: STALL_SECONDS + 1.0)
+    monkeypatch.setattr(frontend.context.workers[0].watchdog, "silence", lambda: STALL_SECONDS + 1.0)
     assert state() == ["stalled"]
     lifecycle.enter(Phase.DRAINING)
     assert state() == ["draining"]
@@ -265,11 +273,11 @@ def test_periodic_work_records_heartbeats(frontend: Frontend, lifecycle: Lifecyc
 
 
 def test_commands_for_a_dead_worker_go_to_the_next_worker(
-    frontend: Frontend, queue: EchoChannel, lifecycle: Lifecycle
+    frontend: Frontend, queue: EchoChannel, worker_state: WorkerState
 ) -> None:
     queue.answers = False
     frontend.context.engine_client.submit(make_request(make_choice("before")))
-    lifecycle.epoch.value = 1  # the main process has seen the worker's death and starts another
+    worker_state.epoch.value = 1  # the main process has seen the worker's death and starts another
     frontend.context.engine_client.submit(make_request(make_choice("between")))
     assert [submit.uid for submit in queue.submits] == ["before"]
     frontend.receive(encode_events([make_hello(1)]))

@@ -35,6 +35,7 @@ from service.ipc.messages import (
 from service.preprocess.request_processor import RequestProcessor
 from service.protocol.errors import ApiError, ClientGone, Draining, EngineFailed, Overloaded, QueueTimeout
 from service.requests.engine_client import EngineClient
+from tests.service.desk import fake_workers
 from tests.service.sequences import make_delta, make_hello
 from tests.tiny_model import tiny_config
 
@@ -59,10 +60,10 @@ class Bench:
         self.answers = True
         processor = RequestProcessor(tokenizer=tokenizer, model_name="tiny", max_context_length=256, max_num_choices=4)
         self.engine_client = EngineClient(
-            send=self._take,
+            **fake_workers(self._take),
             admission=Admission(max_num_running=1, max_waiting_requests=1, max_waiting_tokens=100),
-            on_worker_ready=lambda hello: None,
-            on_engine=lambda event: None,
+            on_worker_ready=lambda hello, worker: None,
+            on_engine=lambda event, worker: None,
             on_replay=lambda outcome: None,
             on_late=lambda num_tokens: None,
             on_count=self.counts.append,
@@ -317,14 +318,15 @@ def test_an_attention_query_over_the_queue_time_limit_is_a_408(bench: Bench) -> 
     async def wait() -> None:
         began, running = await waiting(bench, 2)
         bench.engine_client.receive([Started(uid=bench.sent[1].uid, attempt=0)])
-        bench.engine_client.expire(time.monotonic() + 59.0, is_stalled=False)
+        bench.engine_client.expire(time.monotonic() + 59.0)
         await asyncio.sleep(0)
         assert not began.done()
-        bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=False)
+        bench.engine_client.expire(time.monotonic() + 61.0)
         with pytest.raises(QueueTimeout, match="did not start within its timeout of 60 s"):
             await began
         assert not running.done(), "the worker computes it"
-        bench.engine_client.expire(time.monotonic() + 61.0, is_stalled=True)
+        bench.engine_client.workers[0].is_stalled = True
+        bench.engine_client.expire(time.monotonic() + 61.0)
         with pytest.raises(QueueTimeout, match="did not finish within its timeout of 60 s"):
             await running
 

@@ -78,11 +78,12 @@ def test_every_flag_sets_its_field() -> None:
         *("--log-format", "json", "--log-prompts", "--otlp-endpoint", "http://127.0.0.1:4318"),
         *("--kv-events-endpoint", "tcp://*:5557", "--kv-events-replay-endpoint", "tcp://*:5558"),
         *("--kv-events-topic", "kv@here"),
-        *("--strict-config", "--lora", "mine=adapter", "--lora-dir", "tests"),
+        *("--strict-config", "--lora", "mine=adapter", "--lora-dir", "tests", "--devices", "3"),
     )
     assert settings.model_dump() == {
         "checkpoint": Path("c"),
         "device": "cpu",
+        "devices": 3,
         "dtype": "bfloat16",
         "quantize": "int8",
         "attention": "eager",

@@ -3,6 +3,7 @@
 from service.admission.controller import Admission
 from service.ipc.messages import Command, Submit, TokenLogprob
 from service.requests.engine_client import EngineClient
+from tests.service.desk import fake_workers
 from tests.service.sequences import make_choice, make_delta, make_hello, make_request
 
 
@@ -10,10 +11,10 @@ def test_after_a_worker_death_each_sample_computes_prompt_logprobs_and_the_first
     """After a worker death any sample may run first, because a sample that may be the cause is held back."""
     sent: list[Command] = []
     engine_client = EngineClient(
-        send=sent.extend,
+        **fake_workers(sent.extend),
         admission=Admission(max_num_running=8, max_waiting_requests=8, max_waiting_tokens=1000),
-        on_worker_ready=lambda hello: None,
-        on_engine=lambda event: None,
+        on_worker_ready=lambda hello, worker: None,
+        on_engine=lambda event, worker: None,
         on_replay=lambda outcome: None,
         on_late=lambda num_tokens: None,
         on_count=lambda number: None,

@@ -49,7 +49,7 @@ def test_admission_sees_each_sequence_wait_run_and_end() -> None:
 def test_admission_uses_the_engines_running_limit_until_a_new_worker_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     desk = Desk()
     limits: list[int | None] = []
-    monkeypatch.setattr(desk.admission, "limit_running", limits.append)
+    monkeypatch.setattr(desk.admission, "limit_running", lambda limit, worker: limits.append(limit))
     desk.engine_client.receive([RunningLimitChanged(max_num_running=1)])
     desk.engine_client.receive([make_hello(1)])
     assert limits == [1, None]
@@ -68,7 +68,7 @@ def test_a_request_that_cannot_be_sent_leaves_no_state(monkeypatch: pytest.Monke
     def send(commands: object) -> None:
         raise Draining("the queue is gone", retry_after_seconds=1.0)
 
-    monkeypatch.setattr(desk.engine_client, "send", send)
+    monkeypatch.setattr(desk.engine_client.workers[0], "send", send)
     with pytest.raises(Draining):
         desk.submit(make_choice("a"), make_choice("b", index=1))
     assert desk.engine_client.num_requests == 0
@@ -214,11 +214,12 @@ def test_a_waiting_request_expires_and_a_begun_request_expires_only_if_the_worke
             desk.engine_client.submit(request)
         desk.engine_client.receive([Started(uid=uid, attempt=0) for uid in "bs"])
         desk.engine_client.receive([make_delta("s", ids=(1,))])
-        desk.engine_client.expire(5.0, is_stalled=True)
+        desk.engine_client.expire(5.0)
         assert not any(request.has_failed for request in (waits, begun, streams, patient))
-        desk.engine_client.expire(5.1, is_stalled=False)
+        desk.engine_client.expire(5.1)
         assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, False, False, False]
-        desk.engine_client.expire(5.2, is_stalled=True)
+        desk.engine_client.workers[0].is_stalled = True
+        desk.engine_client.expire(5.2)
         assert [request.has_failed for request in (waits, begun, streams, patient)] == [True, True, False, False]
         with pytest.raises(QueueTimeout, match="did not start within its timeout of 5 s; try again later"):
             await waits.next_deltas()
@@ -234,7 +235,7 @@ def test_a_replayed_request_expires_in_the_queue_of_the_new_worker() -> None:
     request.terms = QueuePolicy(timeout_seconds=5.0)
     desk.engine_client.submit(request)
     desk.engine_client.receive([Started(uid="a", attempt=0), make_hello(1)])
-    desk.engine_client.expire(6.0, is_stalled=False)
+    desk.engine_client.expire(6.0)
     assert request.has_failed
 
 

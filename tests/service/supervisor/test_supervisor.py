@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import pytest
 
-from service.ipc.shared_state import Lifecycle, Phase
+from service.ipc.shared_state import Lifecycle, Phase, WorkerState
 from service.supervisor.supervisor import StartError, Supervisor, check_port, failed_start, listen
+from service.supervisor.worker_slot import WorkerSlot
 from service.worker.worker import EXIT_CHECKPOINT_CHANGED, EXIT_SETTINGS, EXIT_START_FAILED
 
 
@@ -22,7 +23,7 @@ class FakeProcess:
     def __init__(self, exitcode: int | None = None, *, is_standby: bool = False) -> None:
         self.exitcode = exitcode
         self.is_standby = is_standby
-        self.imported = True
+        self.imported, self.is_forking = True, False
         self.num_begun = 0
         self._ours, self._theirs = socketpair()
         self.sentinel = self._ours.fileno()
@@ -32,6 +33,9 @@ class FakeProcess:
 
     def has_imported(self) -> bool:
         return self.is_alive() and self.imported
+
+    def wait_for_fork(self) -> None:
+        self.imported = self.imported or self.is_forking
 
     def kill(self) -> None:
         self.exitcode = -9 if self.exitcode is None else self.exitcode
@@ -50,25 +54,44 @@ class FakeProcess:
 class Bench:
     """Supervisor of fake processes, and the processes that it has started."""
 
-    def __init__(self, *, has_standby: bool = True, hang_seconds: float = 0.0, drain_seconds: float = 3600.0) -> None:
+    def __init__(
+        self,
+        *,
+        has_standby: bool = True,
+        hang_seconds: float = 0.0,
+        drain_seconds: float = 3600.0,
+        num_workers: int = 1,
+    ) -> None:
         self.lifecycle = Lifecycle(main_pid=os.getpid())
         self.lifecycle.enter(Phase.SERVING)
-        self.lifecycle.ready_epoch.value = 0
+        self.states = [WorkerState() for _ in range(num_workers)]
+        self.state = self.states[0]
+        for state in self.states:
+            state.ready_epoch.value = 0
         self.started: list[FakeProcess] = []
         self.forked: list[FakeProcess] = []  # standbys that workers have forked
         self.now = 100.0
         self.error: OSError | None = None
         self.can_fork = True
         self.api: Any = FakeProcess()
-        first: Any = FakeProcess()
         times = {"hang_seconds": hang_seconds, "drain_seconds": drain_seconds}
         values = SimpleNamespace(standby=has_standby, otlp_endpoint=None, **times)
         self.settings = cast(Any, values)
+        self.slots = [
+            WorkerSlot(
+                state,
+                self._begin,
+                name=f"worker {index}" if num_workers > 1 else "the worker",
+                clock=lambda: self.now,
+            )
+            for index, state in enumerate(self.states)
+        ]
+        for slot in self.slots:
+            slot.process = cast(Any, FakeProcess())
         self.supervisor = Supervisor(
             self.lifecycle,
-            worker=first,
+            slots=self.slots,
             start_worker=self._start,
-            begin=self._begin,
             start_api=lambda: self.api,
             settings=self.settings,
             clock=lambda: self.now,
@@ -85,11 +108,12 @@ class Bench:
         if not has_standby:
             return None
         self.forked.append(FakeProcess(None if self.can_fork else -9, is_standby=True))
+        self.forked[-1].imported, self.forked[-1].is_forking = False, True
         return self.forked[-1]
 
     @property
     def worker(self) -> Any:
-        return self.supervisor._worker
+        return self.slots[0].process
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +132,7 @@ class Bench:
         while self.now < until and self.worker.is_alive() and self.api.is_alive():
             self.now += 0.1
             if "worker" in beating:
-                self.lifecycle.beat()
+                self.state.beat()
             if "api" in beating:
                 self.lifecycle.record_api_heartbeat()
             self.check()
@@ -149,12 +173,12 @@ def _handlers_as_before() -> Iterator[None]:
 )
 def test_worker_that_ends_while_starting_is_a_start_error(ended: int, said: str, code: int) -> None:
     bench = Bench()
-    bench.lifecycle.phase.value, bench.lifecycle.ready_epoch.value = Phase.STARTING, -1
+    bench.lifecycle.phase.value, bench.state.ready_epoch.value = Phase.STARTING, -1
     bench.worker.exitcode = ended
     with pytest.raises(StartError) as failure:
         bench.supervisor.run()
     assert (str(failure.value), failure.value.exit_code) == (said, code)
-    assert str(failed_start(bench.worker)) == said
+    assert str(failed_start(bench.slots[0])) == said
     assert bench.is_over
 
 
@@ -180,8 +204,8 @@ def test_standby_becomes_the_worker_and_forks_the_next_standby(bench: Bench) -> 
     assert bench.kinds == ["standby"], "the first worker has forked none"
     bench.die()
     assert bench.worker is bench.started[0]
-    assert (bench.worker.num_begun, bench.lifecycle.epoch.value) == (1, 1)
-    bench.lifecycle.ready_epoch.value = 1
+    assert (bench.worker.num_begun, bench.state.epoch.value) == (1, 1)
+    bench.state.ready_epoch.value = 1
     bench.check()
     assert bench.kinds == ["standby"]
     bench.die()
@@ -194,7 +218,7 @@ def test_standby_that_no_worker_could_fork_is_started_when_the_worker_is_ready(b
     bench.die()
     bench.check()
     assert bench.kinds == ["worker"], "a starting worker needs the processors"
-    bench.lifecycle.ready_epoch.value = 1
+    bench.state.ready_epoch.value = 1
     bench.check()
     assert bench.kinds == ["worker", "standby"]
 
@@ -203,10 +227,10 @@ def test_forked_standby_without_memory_for_it_is_ended_when_the_worker_is_ready(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.die()
-    bench.lifecycle.has_standby_memory.value = False
+    bench.state.has_standby_memory.value = False
     bench.check()
     assert bench.forked[0].is_alive()
-    bench.lifecycle.ready_epoch.value = 1
+    bench.state.ready_epoch.value = 1
     bench.check()
     assert not bench.forked[0].is_alive()
     assert bench.kinds == ["worker"]
@@ -244,7 +268,7 @@ def test_standby_that_cannot_be_started_is_given_up_after_three_trials(
 
 
 def test_no_standby_starts_without_memory_for_it(bench: Bench) -> None:
-    bench.lifecycle.has_standby_memory.value = False
+    bench.state.has_standby_memory.value = False
     bench.check()
     assert bench.kinds == []
     bench.die()
@@ -256,8 +280,8 @@ def test_dead_workers_are_replaced_and_counted(bench: Bench) -> None:
     bench.die()
     bench.die(1)
     assert bench.kinds == ["worker", "worker"]
-    assert bench.lifecycle.epoch.value == 2
-    assert (bench.lifecycle.num_killed.value, bench.lifecycle.num_exited.value) == (1, 1)
+    assert bench.state.epoch.value == 2
+    assert (bench.state.num_killed.value, bench.state.num_exited.value) == (1, 1)
 
 
 def test_sixth_worker_death_within_a_minute_ends_the_service(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -416,7 +440,7 @@ def test_forked_child_ignores_the_inherited_signal_handler(bench: Bench, monkeyp
 
 
 def test_signal_while_the_worker_starts_ends_the_service_without_an_error(bench: Bench) -> None:
-    bench.lifecycle.phase.value, bench.lifecycle.ready_epoch.value = Phase.STARTING, -1
+    bench.lifecycle.phase.value, bench.state.ready_epoch.value = Phase.STARTING, -1
     bench.supervisor.on_signal(signal.SIGTERM, None)
     assert bench.supervisor.run() == 0
     assert not bench.worker.is_alive()
@@ -434,3 +458,77 @@ def test_end_of_the_service_leaves_no_process(bench: Bench) -> None:
     bench.supervisor.end()
     assert not bench.worker.is_alive()
     assert not bench.started[0].is_alive()
+
+
+def starting_pair() -> Bench:
+    """Return a bench of two workers in the phase STARTING, whose second worker has not been started."""
+    bench = Bench(num_workers=2)
+    bench.lifecycle.phase.value, bench.slots[1].process = Phase.STARTING, None
+    for state in bench.states:
+        state.ready_epoch.value = -1
+    return bench
+
+
+def test_the_second_worker_is_the_standby_of_the_first_and_has_its_cache_size() -> None:
+    bench = starting_pair()
+    bench.states[0].ready_epoch.value, bench.states[0].num_blocks.value = 0, 17
+    waits: list[float] = []
+
+    def start_api() -> Any:
+        waits.append(bench.now)
+        bench.supervisor.on_signal(signal.SIGTERM, None)
+        return bench.api
+
+    bench.supervisor._start_api = start_api
+    threading.Timer(0.1, lambda: setattr(bench.states[1].ready_epoch, "value", 0)).start()
+    assert bench.supervisor.run() == 0
+    assert len(waits) == 1, "the API process starts when both workers are ready"
+    assert bench.slots[1].process is cast(Any, bench.forked[0])
+    assert bench.states[1].num_blocks.value == 17
+    assert bench.kinds == []
+
+
+def test_a_worker_that_ends_while_another_starts_is_a_start_error() -> None:
+    bench = starting_pair()
+    bench.states[0].ready_epoch.value = 0
+    bench._begin = lambda worker, has_standby: worker.kill() if bench.slots[1].process else None  # type: ignore[method-assign]
+    for slot in bench.slots:
+        slot._send_order = bench._begin
+    with pytest.raises(StartError, match="worker 1 was killed by SIGKILL"):
+        bench.supervisor.run()
+
+
+def test_the_standby_replaces_whichever_worker_dies(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(num_workers=2)
+    first, second = (slot.process for slot in bench.slots)
+    bench.check()
+    cast(Any, second).exitcode = -9
+    bench.check()
+    assert bench.slots[0].process is first
+    assert bench.slots[1].process is cast(Any, bench.started[0])
+    assert [state.epoch.value for state in bench.states] == [0, 1]
+    assert "worker 1 was killed by SIGKILL" in caplog.text
+
+
+def test_two_workers_that_die_at_once_are_replaced_by_the_standby_and_by_the_standby_that_it_forks() -> None:
+    bench = Bench(num_workers=2)
+    bench.check()
+    for slot in bench.slots:
+        cast(Any, slot.process).exitcode = -9
+    bench.check()
+    assert [slot.process for slot in bench.slots] == [bench.started[0], bench.forked[0]]
+    assert bench.supervisor._standby is cast(Any, bench.forked[1])
+
+
+def test_a_hung_worker_is_killed_and_the_other_goes_on() -> None:
+    bench = Bench(num_workers=2, has_standby=False, hang_seconds=10.0)
+    first, second = (cast(Any, slot.process) for slot in bench.slots)
+    bench.lifecycle.record_api_heartbeat()
+    for _ in range(110):
+        bench.now += 0.1
+        bench.states[1].beat()
+        bench.lifecycle.record_api_heartbeat()
+        bench.check()
+    assert not first.is_alive()
+    assert second.is_alive()
+    assert [state.epoch.value for state in bench.states] == [1, 0]

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from service.ipc.channel import Channel
-from service.ipc.shared_state import Lifecycle
+from service.ipc.shared_state import WorkerState
 from service.supervisor.worker_process import WorkerProcess
 from service.worker import worker as worker_module
 from service.worker.worker import importable_name
@@ -26,11 +26,11 @@ PATIENCE_SECONDS = 600.0
 class Reporting:
     """Worker that writes a report to a file and exits with code 7."""
 
-    def __init__(self, order: Any, lifecycle: Lifecycle, channel: Any) -> None:
-        self._order, self._lifecycle, self._channel = order, lifecycle, channel
+    def __init__(self, order: Any, state: WorkerState, channel: Any) -> None:
+        self._order, self._state, self._channel = order, state, channel
 
     def run(self) -> None:
-        self._lifecycle.num_heartbeats.value = os.getpid()
+        self._state.num_heartbeats.value = os.getpid()
         self._channel.send(f"{psutil.Process().name()} {os.getpriority(os.PRIO_PROCESS, 0)}".encode())
         os._exit(7)
 
@@ -55,12 +55,12 @@ def test_worker_runs_its_order_with_the_shared_memory_and_the_channel(tmp_path: 
     if is_standby:
         wait_until(worker.has_imported)
         assert psutil.Process(worker.pid).name() == "kvasir-standby"
-    lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
+    state, channel = WorkerState(), Channel()
     order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
-    assert worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=False) is None
+    assert worker.begin(order, [state.descriptor, channel.worker_end.fileno()], has_standby=False) is None
     report = channel._socket.recv(100)
     assert report.endswith(b"kvasir-worker " + str(os.getpriority(os.PRIO_PROCESS, 0)).encode())
-    assert lifecycle.num_heartbeats.value == worker.pid
+    assert state.num_heartbeats.value == worker.pid
     wait_until(lambda: worker.exitcode is not None)
     assert worker.exitcode == 7
     assert not worker.has_imported()
@@ -70,17 +70,17 @@ def test_worker_runs_its_order_with_the_shared_memory_and_the_channel(tmp_path: 
 
 def test_worker_forks_a_standby_that_takes_its_place_and_forks_the_next(tmp_path: Path) -> None:
     """Main is the parent of each standby: it reads the exit code, and the worker's end leaves the standby alone."""
-    lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
+    state, channel = WorkerState(), Channel()
     order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
     worker = WorkerProcess.start()
     pids = []
     for _ in range(3):
-        standby = worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=True)
+        standby = worker.begin(order, [state.descriptor, channel.worker_end.fileno()], has_standby=True)
         assert standby is not None
         assert b"kvasir-worker" in channel._socket.recv(100)
         wait_until(lambda: worker.exitcode is not None)  # noqa: B023 - the loop's worker
         pids.append(worker.pid)
-        assert (lifecycle.num_heartbeats.value, worker.exitcode) == (worker.pid, 7)
+        assert (state.num_heartbeats.value, worker.exitcode) == (worker.pid, 7)
         worker.close()
         wait_until(standby.has_imported)
         process = psutil.Process(standby.pid)
@@ -108,11 +108,11 @@ def test_standby_of_a_worker_that_dies_before_its_order_has_ended(tmp_path: Path
 @pytest.mark.parametrize("milliseconds", [0, 2, 5, 10])
 def test_no_process_is_left_of_a_worker_killed_while_it_forks_a_standby(tmp_path: Path, milliseconds: int) -> None:
     before = set(psutil.Process().children())
-    lifecycle, channel = Lifecycle(main_pid=os.getpid()), Channel()
+    state, channel = WorkerState(), Channel()
     order = pickle.dumps(Order(importable_name(Reporting), os.getpid()))
     worker = WorkerProcess.start()
     wait_until(worker.has_imported)
-    standby = worker.begin(order, [lifecycle.descriptor, channel.worker_end.fileno()], has_standby=True)
+    standby = worker.begin(order, [state.descriptor, channel.worker_end.fileno()], has_standby=True)
     assert standby is not None
     time.sleep(milliseconds / 1000)
     os.kill(worker.pid, signal.SIGKILL)

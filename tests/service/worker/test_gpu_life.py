@@ -14,7 +14,8 @@ from service.config.settings import ModelSettings, SettingsError
 from service.engine.execution.gpu_setup import wait_for_device_memory
 from service.engine.scheduling.block_pool import BlockPool
 from service.worker import engine_factory
-from service.worker.engine_factory import build_engine, find_device
+from service.worker.devices import find_device
+from service.worker.engine_factory import build_engine
 from service.worker.memory_plan import ServerNeeds
 
 

@@ -113,3 +113,16 @@ def test_a_second_embedding_is_counted_once_because_it_is_never_packed() -> None
     model = LoadedModel(config, value_bytes=4, cache_value_bytes=4, num_copies=2, max_context_length=64)
     looked_up, tied = 300 * 4 * 8, 300 * 32
     assert model.weight_bytes == 4 * (2 * (config.num_parameters - looked_up) + looked_up + tied)
+
+
+def test_every_worker_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first worker plans for all: memory for the others' imports, weights and steps stays free."""
+    one, several = (ServerNeeds(standby=True, num_blocks=0, num_workers=count) for count in (1, 3))
+    has_memory(monkeypatch, 10 * 2**30)
+    added = plan_memory(MODEL, SETTINGS, several).reserved_bytes - plan_memory(MODEL, SETTINGS, one).reserved_bytes
+    assert added == 2 * (IMPORTS + MODEL.weight_bytes + step_bytes(CONFIG, SETTINGS.max_batched_tokens))
+    has_memory(monkeypatch, 0)
+    with pytest.raises(
+        ValueError, match=r"3 workers with this model need at least \d+ MiB: free memory, lower --devices, "
+    ):
+        plan_memory(MODEL, SETTINGS, several)

@@ -317,8 +317,8 @@ from service.worker.worker import Worker
 
 class Refusing(Worker):
     def __init__(self):
-        self.settings = SimpleNamespace(log_level="warning", log_format="text")
-        self.lifecycle = SimpleNamespace(epoch_seconds=SimpleNamespace(value=0.0))
+        self.settings = SimpleNamespace(log_level="warning", log_format="text", devices=1)
+        self.state = SimpleNamespace(epoch_seconds=SimpleNamespace(value=0.0))
         self.order = SimpleNamespace(stamps={})
 
     def build(self):
