@@ -17,12 +17,13 @@ from model.config import ModelConfig
 BANDWIDTHS: Final = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second
 _SHARE = 0.95
 _GAP_US, _RAMP_US, _LAUNCH_US = 1.3, 1.0, 8.0
-# Kernels of a layer in a decode step in bfloat16: 4 products, 2 norms, rotation, 2 writes to the cache, attention and
-# its join, activation, 2 additions. tests/gpu/test_page.py counts them.
-KERNELS_PER_LAYER: Final = 14
-_OTHER_KERNELS = 10  # embedding, rotation table, final norm, output head, sampling
-# Kernels of a layer that the fused kernels replace by 4: 6 of each of 2 norms, 8 of the rotation, 2 of the activation.
-_UNFUSED_KERNELS_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 8 + 2
+# Kernels of a layer in a decode step in bfloat16: 4 products, 2 norms with the addition before them, rotation with the
+# writes to the cache, attention and its join, activation. tests/gpu/test_page.py counts them.
+KERNELS_PER_LAYER: Final = 10
+_OTHER_KERNELS = 11  # embedding, rotation table, last addition, final norm, output head, sampling
+# Kernels of a layer that the fused kernels replace by 4: 6 of each of 2 norms, 2 additions, 8 of the rotation,
+# 2 writes, 2 of the activation.
+_UNFUSED_KERNELS_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 2 + 8 + 2 + 2
 BATCHES: Final = (1, 4, 16, 32, 64)
 
 

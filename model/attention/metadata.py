@@ -31,6 +31,7 @@ class AttentionForm:
 
     window: number of positions that a token sees, its own included; None: all.
     soft_cap: bound of the scores, see `soft_cap`; None: no bound.
+    is_written: the layer itself writes its keys and values to a KV-cache, before the backend runs.
     """
 
     layer: int
@@ -38,6 +39,7 @@ class AttentionForm:
     window: int | None
     bias: ScoreBias | None
     soft_cap: float | None = None
+    is_written: bool = False
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:

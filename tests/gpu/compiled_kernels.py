@@ -195,7 +195,10 @@ _CASES: Final = {
         ),
         ("bfloat16", "float32"),
     ),
-    "Phi-2": (_config(hidden_size=2560, num_heads=32, num_kv_heads=32, head_dim=80, rotary_dim=32), ("bfloat16",)),
+    "Phi-2": (
+        _config(hidden_size=2560, num_heads=32, num_kv_heads=32, head_dim=80, rotary_dim=32, norm="layer_norm"),
+        ("bfloat16",),
+    ),
     "Qwen2 1.5B, window": (_config(sliding_window=4096), ("bfloat16", "float32")),
 }  # fmt: skip
 _ROWS, _PROMPTS = (4, 64), (512,)
