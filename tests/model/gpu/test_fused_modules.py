@@ -60,12 +60,8 @@ def run(model: Transformer, dtype: torch.dtype, cache_dtype: torch.dtype | None)
     ("variant", "dtype", "cache_dtype"),
     [
         ("rotary-gqa", torch.float32, None),
-        ("rotary-gqa", torch.bfloat16, torch.float16),
+        ("hunyuan", torch.bfloat16, torch.float16),
         ("gpt2", torch.float32, torch.int8),
-        ("neox", torch.bfloat16, None),
-        ("hunyuan", torch.float32, torch.int8),
-        ("olmo2", torch.float32, None),
-        ("gemma4", torch.float32, None),
     ],
 )
 @torch.inference_mode()
