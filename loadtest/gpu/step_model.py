@@ -1,6 +1,6 @@
 """Paper model of decode steps on a GPU: bytes, kernels and microseconds by formula. Nothing in it was measured.
 
-    device time = bytes / (95 % of the card's bandwidth) + kernels * (gap + ramp)
+    device time = bytes / (95 % of the card's bandwidth) + kernels * gap + kernels without dependent launch * ramp
     host time   = kernels * launch    without a CUDA graph; the device waits if it is longer than the device time
 
 Sources: bandwidths by NVIDIA's data sheets; the gap between two kernels of a CUDA graph by Hazy Research, "Look Ma, No
@@ -23,7 +23,9 @@ KERNELS_PER_LAYER: Final = 10
 _OTHER_KERNELS = 11  # embedding, rotation table, last addition, final norm, output head, sampling
 # Kernels of a layer that the fused kernels replace by 4: 6 of each of 2 norms, 2 additions, 8 of the rotation,
 # 2 writes, 2 of the activation.
-_UNFUSED_KERNELS_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 2 + 8 + 2 + 2
+_UNFUSED_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 2 + 8 + 2 + 2
+# Kernels of a layer with programmatic dependent launch, which hides their ramps: all Triton kernels.
+_DEPENDENT_PER_LAYER, _UNFUSED_DEPENDENT_PER_LAYER = 6, 2
 BATCHES: Final = (1, 4, 16, 32, 64)
 
 
@@ -40,6 +42,7 @@ class Step:
 
     num_bytes: int
     num_kernels: int
+    num_dependent: int
     bytes_per_second: float
 
     @property
@@ -50,7 +53,8 @@ class Step:
     @property
     def device_us(self) -> float:
         """Time of the device if the host is faster."""
-        return self.bound_us / _SHARE + self.num_kernels * (_GAP_US + _RAMP_US)
+        ramps_us = (self.num_kernels - self.num_dependent) * _RAMP_US
+        return self.bound_us / _SHARE + self.num_kernels * _GAP_US + ramps_us
 
     @property
     def host_us(self) -> float:
@@ -66,10 +70,12 @@ class Step:
 def decode_step(config: ModelConfig, card: str, batch_size: int, *, context: int = 1024, fused: bool = True) -> Step:
     """Return the step of a batch of sequences of `context` tokens each. fused: with the fused kernels."""
     formula = WorkFormula(config, "bfloat16", 2)
-    per_layer = KERNELS_PER_LAYER if fused else _UNFUSED_KERNELS_PER_LAYER
+    unfused = _UNFUSED_PER_LAYER, _UNFUSED_DEPENDENT_PER_LAYER
+    per_layer, dependent = (KERNELS_PER_LAYER, _DEPENDENT_PER_LAYER) if fused else unfused
     return Step(
         num_bytes=formula.decode(batch_size=batch_size, context_length=context).bytes,
         num_kernels=config.num_layers * per_layer + _OTHER_KERNELS,
+        num_dependent=config.num_layers * dependent,
         bytes_per_second=BANDWIDTHS[card],
     )
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionForm
+from model.system.dependent_launch import begin, launch_options
 
 # Minimum number of keys in a split: joining costs more than smaller splits save. A multiple of both tile sizes.
 MIN_SPLIT = 128
@@ -69,11 +70,12 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
         GROUP=num_heads // num_kv_heads, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         SIZE=size, PADDED=padded, HAS_SCALES=kv_cache.cache_dtype is torch.int8,
         # docs/gpu.md has the registers. With 4 warps, float32 numbers of heads over 64 do not fit into them.
-        num_warps=8, num_stages=3,
+        num_warps=8, num_stages=3, **launch_options(q_BHD.device),
     )  # fmt: skip
     _join_splits[(num_sequences, num_heads)](
         sums_BHXD, scales_BHX2, positions_B, out_BHD, window, splits,
         SPLITS=most, MIN_SPLIT=MIN_SPLIT, TILE=tile, HEADS=num_heads, SIZE=size, PADDED=padded, num_warps=4,
+        **launch_options(q_BHD.device),
     )  # fmt: skip
     return out_BHD
 
@@ -86,17 +88,17 @@ def _split_size(length, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.
 
 @triton.jit(do_not_specialize=["window", "splits", "table_stride", "q_stride"])
 def _attend_splits(
-    q, keys, values, key_scales, value_scales, tables, positions, sums, scales,
-    scale, window, splits, table_stride, q_stride, q_head_stride,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
+    q, keys, values, key_scales, value_scales, tables, positions, sums, scales, scale, window, splits, table_stride,
+    q_stride, q_head_stride, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over one split of a sequence's keys, for the query heads that share a key/value head.
 
     Stores the weighted sum of values in `sums`, and the maximum score and the sum of exponentials in `scales`.
     """
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head, split = tl.program_id(1), tl.program_id(2)
+    begin(IS_DEPENDENT)
+    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(positions + sequence) + 1
     first = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     each = _split_size(context - first, SPLITS, MIN_SPLIT, TILE)
@@ -151,9 +153,10 @@ def _attend_splits(
 def _join_splits(
     sums, scales, positions, out, window, splits,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Join the results of a sequence's splits for one head: scale each by exp(its maximum - the highest maximum)."""
+    begin(IS_DEPENDENT)
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(positions + sequence) + 1
     length = tl.where(window > 0, tl.minimum(context, window), context)

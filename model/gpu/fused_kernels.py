@@ -17,6 +17,7 @@ from torch import Tensor
 from model.attention.kv_cache import KVCache
 from model.nn.layers import LayerNorm, Norm, RMSNorm
 from model.nn.transformer import Attention, Rotation
+from model.system.dependent_launch import begin, launch_options
 
 _FEED_FORWARD_TILE = 1024
 _TINY = tl.constexpr(1e-30)  # as in `model.attention.kv_cache.quantized`
@@ -37,7 +38,7 @@ def add_norm(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tenso
         x_NE, added_NE, norm.weight, norm.bias if isinstance(norm, LayerNorm) else None, total, out,
         x_NE.stride(0), 0 if added_NE is None else added_NE.stride(0), norm.eps, SIZE=size, PADDED=padded,
         IS_CENTERED=isinstance(norm, LayerNorm), UNIT_OFFSET=isinstance(norm, RMSNorm) and norm.unit_offset,
-        num_warps=min(8, max(1, padded // 256)),
+        num_warps=min(8, max(1, padded // 256)), **launch_options(x.device),
     )  # fmt: skip
     return total, out
 
@@ -79,7 +80,7 @@ def rotate_and_write(
         HEADS=num_heads, KV_HEADS=num_kv_heads, SIZE=size, PADDED=triton.next_power_of_2(size),
         ROTATED=0 if cos_T1R is None else cos_T1R.shape[-1], BLOCK=kv_cache.block_size,
         NORMS_ROTATED=attention.norms_rotated, UNIT_OFFSET=query_norm is not None and query_norm.unit_offset,
-        num_warps=1,
+        num_warps=1, **launch_options(q_THD.device),
     )  # fmt: skip
     return turned_q
 
@@ -92,8 +93,9 @@ def silu_product(gate_up: Tensor) -> Tensor:
         flat_T2F = flat_T2F.contiguous()
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     _silu_product[(len(flat_T2F), triton.cdiv(size, _FEED_FORWARD_TILE))](
-        flat_T2F, out, flat_T2F.stride(0), SIZE=size, TILE=_FEED_FORWARD_TILE, num_warps=4
-    )
+        flat_T2F, out, flat_T2F.stride(0), SIZE=size, TILE=_FEED_FORWARD_TILE, num_warps=4,
+        **launch_options(out.device),
+    )  # fmt: skip
     return out
 
 
@@ -101,7 +103,9 @@ def silu_product(gate_up: Tensor) -> Tensor:
 def _add_norm(
     x, added, weight, bias, total, out, x_stride, added_stride, eps,
     SIZE: tl.constexpr, PADDED: tl.constexpr, IS_CENTERED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     real = columns < SIZE
@@ -124,9 +128,10 @@ def _rotate_and_write(
     q, k, v, query_weight, key_weight, cosines, sines, slots, turned_q, keys, values, key_scales, value_scales,
     q_stride, k_stride, v_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, ROTATED: tl.constexpr,
-    BLOCK: tl.constexpr, NORMS_ROTATED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, NORMS_ROTATED: tl.constexpr, UNIT_OFFSET: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute a query head, or a key/value head, of a token."""
+    begin(IS_DEPENDENT)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, PADDED)
     real = columns < SIZE
@@ -211,7 +216,8 @@ def _write(
 
 
 @triton.jit
-def _silu_product(gate_up, out, stride, SIZE: tl.constexpr, TILE: tl.constexpr):
+def _silu_product(gate_up, out, stride, SIZE: tl.constexpr, TILE: tl.constexpr, IS_DEPENDENT: tl.constexpr):
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = columns < SIZE
