@@ -11,9 +11,16 @@ from typing import Any
 from xml.etree import ElementTree
 
 from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
-from loadtest.measurement.figures import table
+from loadtest.measurement.figures import Column, table
 
 _PART = re.compile(r"(?P<name>\w+): (?P<state>[\w ]+?), (?:exit code (?P<code>\d+), (?P<seconds>\d+) s|.*)")
+_COMPARED_COLUMNS = (
+    Column("sequences", "batch_size"),
+    Column("context", "context_length"),
+    Column("ms per step", "step_ms", ".2f"),
+    Column("ms per step of transformers", "their_ms", ".2f"),
+    Column("times as fast, at least", "ratio", ".2f"),
+)
 _MAX_LOG = 20_000  # characters of the log of a part that did not pass
 
 
@@ -68,7 +75,22 @@ def write_page(results: dict[str, Any]) -> str:
                   f"{_middle(limits['gflops']):.0f} GFLOP/s.", ""]  # fmt: skip
         for columns, rows in ((DECODE_COLUMNS, figures["decode"]), (PROMPT_COLUMNS, figures["prompts"])):
             lines += [table(columns, rows), ""]
+    if compared := _beside_transformers(results["parts"]):
+        lines += ["", "## Beside transformers' continuous batching", ""]
+        lines += ["Median and range of the repeats. The ratio is of their fastest repeat and our slowest one.", ""]
+        lines += [table(_COMPARED_COLUMNS, compared)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _beside_transformers(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the decode steps of both engines, of the batch sizes that both have measured."""
+    ours, theirs = (parts.get(name, {}).get("figures", {}).get("decode", []) for name in ("decode", "transformers"))
+    times = {row["batch_size"]: row["step_ms"] for row in theirs}
+    return [
+        {**row, "their_ms": times[row["batch_size"]], "ratio": times[row["batch_size"]]["min"] / row["step_ms"]["max"]}
+        for row in ours
+        if row["batch_size"] in times
+    ]
 
 
 def _middle(figure: dict[str, float]) -> float:

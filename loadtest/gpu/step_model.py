@@ -1,6 +1,6 @@
 """Analytic model of decode steps on a GPU: bytes, kernels and microseconds by formula, not measured.
 
-    device time = bytes / (95 % of the card's bandwidth) + kernels * (gap + ramp)
+    device time = bytes / (95 % of the card's bandwidth) + kernels * gap + kernels without dependent launch * ramp
     host time   = kernels * launch    without a CUDA graph; the device waits if it is longer than the device time
 
 Sources: bandwidths by NVIDIA's data sheets; the gap between two kernels of a CUDA graph by Hazy Research, "Look Ma, No
@@ -17,12 +17,15 @@ from model.config import ModelConfig
 BANDWIDTHS: Final = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second
 _SHARE = 0.95
 _GAP_US, _RAMP_US, _LAUNCH_US = 1.3, 1.0, 8.0
-# Kernels of a layer in a decode step in bfloat16: 4 products, 2 norms, rotation, 2 writes to the cache, attention and
-# its join, activation, 2 additions. tests/gpu/test_page.py counts them.
-KERNELS_PER_LAYER: Final = 14
-_OTHER_KERNELS = 10  # embedding, rotation table, final norm, output head, sampling
-# Kernels of a layer that the fused kernels replace by 4: 6 of each of 2 norms, 8 of the rotation, 2 of the activation.
-_UNFUSED_KERNELS_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 8 + 2
+# Kernels of a layer in a decode step in bfloat16: 4 products, 2 norms with the addition before them, rotation with the
+# writes to the cache, attention and its join, activation. tests/gpu/test_page.py counts them.
+KERNELS_PER_LAYER: Final = 10
+_OTHER_KERNELS = 11  # embedding, rotation table, last addition, final norm, output head, sampling
+# Kernels of a layer that the fused kernels replace by 4: 6 of each of 2 norms, 2 additions, 8 of the rotation,
+# 2 writes, 2 of the activation.
+_UNFUSED_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 2 + 8 + 2 + 2
+# Kernels of a layer with programmatic dependent launch, which hides their ramps: all Triton kernels.
+_DEPENDENT_PER_LAYER, _UNFUSED_DEPENDENT_PER_LAYER = 6, 2
 BATCHES: Final = (1, 4, 16, 32, 64)
 
 
@@ -39,6 +42,7 @@ class Step:
 
     num_bytes: int
     num_kernels: int
+    num_dependent: int
     bytes_per_second: float
 
     @property
@@ -49,7 +53,8 @@ class Step:
     @property
     def device_us(self) -> float:
         """Time of the device for the step, if it never waits for the host."""
-        return self.bound_us / _SHARE + self.num_kernels * (_GAP_US + _RAMP_US)
+        ramps_us = (self.num_kernels - self.num_dependent) * _RAMP_US
+        return self.bound_us / _SHARE + self.num_kernels * _GAP_US + ramps_us
 
     @property
     def host_us(self) -> float:
@@ -65,10 +70,12 @@ class Step:
 def decode_step(config: ModelConfig, card: str, batch_size: int, *, context: int = 1024, fused: bool = True) -> Step:
     """Return the step of a batch of sequences of `context` tokens each. fused: with the fused kernels."""
     formula = WorkFormula(config, "bfloat16", 2)
-    per_layer = KERNELS_PER_LAYER if fused else _UNFUSED_KERNELS_PER_LAYER
+    unfused = _UNFUSED_PER_LAYER, _UNFUSED_DEPENDENT_PER_LAYER
+    per_layer, dependent = (KERNELS_PER_LAYER, _DEPENDENT_PER_LAYER) if fused else unfused
     return Step(
         num_bytes=formula.decode(batch_size=batch_size, context_length=context).bytes,
         num_kernels=config.num_layers * per_layer + _OTHER_KERNELS,
+        num_dependent=config.num_layers * dependent,
         bytes_per_second=BANDWIDTHS[card],
     )
 

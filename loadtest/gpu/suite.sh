@@ -77,7 +77,8 @@ bench() {
     local name=$1 limit=$2 program=$3
     shift 3
     if [ -n "$dry_run" ]; then
-        set -- --checkpoint "$checkpoint" --quick --batch 1 --context 64 --prompt-tokens 16 --repeats 1 --steps 2
+        set -- --checkpoint "$checkpoint" --batch 1 --context 64 --repeats 1 --steps 2
+        if [ "$program" = bench_command ]; then set -- "$@" --prompt-tokens 16; fi
     fi
     on_gpu "$name" "$limit" "$python" -m "loadtest.inprocess.$program" --out "$work/$name.json" "$@"
 }
@@ -91,13 +92,14 @@ large="--shape qwen2-1.5b --context 1024 --prompt-tokens 1024"
 batches="--batch 1 2 4 8 16 32 64"
 # Most important parts first, in case the suite is stopped. Their limits and that of the wheels add up to BUDGET. Unquoted variables hold several words.
 tests paged 80 tests/gpu/test_paged.py tests/gpu/test_fused.py tests/gpu/test_quantization.py
-bench decode 70 bench_command $large $batches -- --dtype bfloat16
+bench decode 60 bench_command $large $batches -- --dtype bfloat16
+bench transformers 50 bench_transformers --shape qwen2-1.5b --context 1024 --batch 1 16 64
 bench engine 50 bench_command --checkpoint "$checkpoint" --batch 1 16 64 256 --context 512 -- --max-num-running 256
-bench int8 45 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize int8
-bench fp8 45 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize fp8
-tests engine_tests 70 tests/gpu/test_engine.py
-bench attention 45 bench_command --shape qwen2-1.5b --batch 1 16 --context 1920 -- --dtype bfloat16 --attention sdpa
-tests mechanisms 45 tests/gpu/test_cuda.py
-tests training 40 tests/gpu/test_cuda_training.py
+bench int8 40 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize int8
+bench fp8 40 bench_command $large --batch 1 64 -- --dtype bfloat16 --quantize fp8
+tests engine_tests 65 tests/gpu/test_engine.py
+bench attention 40 bench_command --shape qwen2-1.5b --batch 1 16 --context 1920 -- --dtype bfloat16 --attention sdpa
+tests mechanisms 35 tests/gpu/test_cuda.py
+tests training 30 tests/gpu/test_cuda_training.py
 "$python" -m loadtest.gpu.report "$work"
 echo "$work after $SECONDS s"

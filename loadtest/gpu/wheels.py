@@ -23,7 +23,8 @@ _ROOT = Path(__file__).parents[2]
 _LOCAL = ("loadtest", "model", "service", "tests")
 # Packages of the machine, whose dependencies it has too.
 PRESENT: Final = frozenset({"torch", "triton", "numpy"})
-# Programs that the suite starts, and the plugin for parallel tests, which no module imports.
+# Programs that the suite starts, and the plugin for parallel tests, which no module imports. bench_transformers is not
+# listed: it also needs transformers, which the machine has; without transformers, its part of the suite fails alone.
 ENTRIES: Final = ("loadtest/inprocess/bench_command.py", "loadtest/inprocess/bench_engine.py", "tests/conftest.py")
 _PLUGINS = ("pytest", "pytest-xdist")
 # Oldest C library of the machine; a wheel of an older one works too.

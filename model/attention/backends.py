@@ -31,8 +31,9 @@ class AttentionBackend(Protocol):
         """Return each token's attention output, softmax(scale q k^T + bias) v, with the products bounded by a soft cap.
 
         k and v are those of the token itself and of earlier tokens of its sequence, no further back than the window in
-        `form`. With a KV-cache, the step's keys and values are first written to the slots `metadata.slot_mapping_T`;
-        keys and values of earlier steps are read through `metadata.block_tables_BN`. The result has the shape THD
+        `form`. With a KV-cache, the step's keys and values are first written to the slots `metadata.slot_mapping_T`,
+        unless `form.is_written`; keys and values of earlier steps are read through `metadata.block_tables_BN`. The
+        result has the shape THD
         (tokens, query heads, head dimension of the values) and the dtype of the values.
         """
         ...
@@ -57,7 +58,8 @@ class EagerAttention:
         """Compute the attention output of one sequence after the other by the formula, without a fused kernel."""
         if kv_cache is not None:
             assert metadata.slot_mapping_T is not None
-            kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
+            if not form.is_written:
+                kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
         outputs = []
         for row, context_length in enumerate(metadata.context_lengths):
             start, end = metadata.query_starts[row], metadata.query_starts[row + 1]

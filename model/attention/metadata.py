@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -31,6 +31,7 @@ class AttentionForm:
 
     window: number of positions that a token sees, its own included; None: all.
     soft_cap: bound of the scores, see `soft_cap`; None: no bound.
+    is_written: the layer itself writes its keys and values to a KV-cache, before the backend runs.
     """
 
     layer: int
@@ -38,6 +39,7 @@ class AttentionForm:
     window: int | None
     bias: ScoreBias | None
     soft_cap: float | None = None
+    is_written: bool = False
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
@@ -232,14 +234,14 @@ class AttentionMetadata:
         """Return the same metadata with tensors on `device`; `contexts_B` stays on the host."""
         return self.to_device(device, [])[0]
 
-    def to_device(self, device: torch.device, others: list[Tensor]) -> tuple[Self, list[Tensor]]:
-        """Return the metadata and other tensors of the host on `device`, by one asynchronous copy for all."""
+    def to_device(self, device: torch.device, others: Sequence[NDArray[Any]]) -> tuple[Self, list[Tensor]]:
+        """Return the metadata and other arrays of the host on `device`, by one asynchronous copy for all."""
         if self.positions_T.device == device:
-            return self, others
+            return self, copy_to_device(device, others)
         names = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
         given = {name: value.numpy() for name in names if (value := getattr(self, name)) is not None}
         layout = [] if self.is_decode or self.block_tables_BN is None else self._ragged_layout()
-        copies = copy_to_device(device, [*given.values(), *(other.numpy() for other in others), *layout])
+        copies = copy_to_device(device, [*given.values(), *others, *layout])
         moved: dict[str, Any] = dict(zip(given, copies, strict=False))
         metadata = dataclasses.replace(self, **moved)
         metadata.kernel_arguments["layout"] = copies[len(given) + len(others) :]

@@ -60,7 +60,8 @@ class PagedAttention:
             return self._others.attend(q_THD, k_TKD, v_TKD, form=form, metadata=metadata, kv_cache=kv_cache)
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
-        kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
+        if not form.is_written:
+            kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
         if metadata.is_decode:
             return self._decode(q_THD, form, metadata.positions_T, metadata.block_tables_BN, kv_cache)
         view = metadata.ragged_view(kv_cache.block_size)

@@ -35,7 +35,8 @@ class SdpaAttention:
         if kv_cache is None:
             return _attend_uncached(q_THD, k_TKD, v_TKD, form, metadata)
         assert metadata.slot_mapping_T is not None
-        kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
+        if not form.is_written:
+            kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
         if metadata.is_decode:
             return _attend_decode(q_THD, form, metadata, kv_cache)
         out_THD = v_TKD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))

@@ -1,8 +1,8 @@
 """Decode attention in Triton, which reads the blocks of the KV-cache in place. Needs triton and a GPU.
 
 Flash-Decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html): the keys of a sequence are
-cut into splits, computed in parallel, and a second kernel joins the splits. Splits depend only on a sequence's length
-and the number of key/value heads, so results are batch-invariant.
+cut into splits, computed in parallel, and a second kernel joins the splits. The keys of a split depend only on a
+sequence's length and the number of key/value heads, so results are batch-invariant.
 
 Legend: B sequences, H query heads, K key/value heads, G = H / K, D head dimension, N blocks of a table, P slots a
 block, X splits.
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionForm
+from model.system.dependent_launch import begin, launch_options
 
 # Minimum number of keys in a split: joining costs more than smaller splits save. A multiple of both tile sizes.
 MIN_SPLIT = 128
@@ -49,28 +50,32 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
     num_sequences, num_heads, size = q_BHD.shape
     keys_NPKD, values_NPKD = kv_cache.keys[form.layer], kv_cache.values[form.layer]
     num_kv_heads = keys_NPKD.shape[2]
-    splits = max_splits(num_kv_heads)
+    window = 0 if form.window is None else form.window
+    # As many splits as the longest context needs that the block tables hold: a program without keys would only end.
+    longest = tables_BN.shape[1] * kv_cache.block_size
+    most = max_splits(num_kv_heads)
+    splits = min(most, triton.cdiv(min(longest, window or longest), MIN_SPLIT))
     if q_BHD.stride(2) != 1:
         q_BHD = q_BHD.contiguous()
     sums_BHXD = torch.empty((num_sequences, num_heads, splits, size), dtype=torch.float32, device=q_BHD.device)
     scales_BHX2 = torch.empty((num_sequences, num_heads, splits, 2), dtype=torch.float32, device=q_BHD.device)
     out_BHD = torch.empty((num_sequences, num_heads, size), dtype=kv_cache.dtype, device=q_BHD.device)
-    window = 0 if form.window is None else form.window
     padded = max(16, triton.next_power_of_2(size))
     tile = 32 if padded > 128 or q_BHD.dtype == torch.float32 else 64
     _attend_splits[(num_sequences, num_kv_heads, splits)](
         q_BHD, keys_NPKD, values_NPKD, kv_cache.key_scales[form.layer], kv_cache.value_scales[form.layer],
         tables_BN, positions_B, sums_BHXD, scales_BHX2,
-        form.scale, window, tables_BN.stride(0), q_BHD.stride(0), q_BHD.stride(1),
-        SPLITS=splits, MIN_SPLIT=MIN_SPLIT, TILE=tile, BLOCK=kv_cache.block_size, KV_HEADS=num_kv_heads,
+        form.scale, window, splits, tables_BN.stride(0), q_BHD.stride(0), q_BHD.stride(1),
+        SPLITS=most, MIN_SPLIT=MIN_SPLIT, TILE=tile, BLOCK=kv_cache.block_size, KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         SIZE=size, PADDED=padded, HAS_SCALES=kv_cache.cache_dtype is torch.int8,
-        # With 4 warps, float32 numbers of heads over 64 do not fit into the registers of a thread.
-        num_warps=8 if q_BHD.dtype == torch.float32 else 4, num_stages=2,
+        # docs/gpu.md has the registers. With 4 warps, float32 numbers of heads over 64 do not fit into them.
+        num_warps=8, num_stages=3, **launch_options(q_BHD.device),
     )  # fmt: skip
     _join_splits[(num_sequences, num_heads)](
-        sums_BHXD, scales_BHX2, positions_B, out_BHD, window,
-        SPLITS=splits, MIN_SPLIT=MIN_SPLIT, TILE=tile, HEADS=num_heads, SIZE=size, PADDED=padded, num_warps=4,
+        sums_BHXD, scales_BHX2, positions_B, out_BHD, window, splits,
+        SPLITS=most, MIN_SPLIT=MIN_SPLIT, TILE=tile, HEADS=num_heads, SIZE=size, PADDED=padded, num_warps=4,
+        **launch_options(q_BHD.device),
     )  # fmt: skip
     return out_BHD
 
@@ -81,19 +86,19 @@ def _split_size(length, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.
     return tl.maximum(tl.cdiv(each, TILE) * TILE, MIN_SPLIT)
 
 
-@triton.jit(do_not_specialize=["window", "table_stride", "q_stride"])
+@triton.jit(do_not_specialize=["window", "splits", "table_stride", "q_stride"])
 def _attend_splits(
-    q, keys, values, key_scales, value_scales, tables, positions, sums, scales,
-    scale, window, table_stride, q_stride, q_head_stride,
-    SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, HAS_SCALES: tl.constexpr,
+    q, keys, values, key_scales, value_scales, tables, positions, sums, scales, scale, window, splits, table_stride,
+    q_stride, q_head_stride, SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+    HAS_SCALES: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Compute attention over one split of a sequence's keys, for the query heads that share a key/value head.
 
     Stores the weighted sum of values in `sums`, and the maximum score and the sum of exponentials in `scales`.
     """
-    sequence = tl.program_id(0).to(tl.int64)
-    kv_head, split = tl.program_id(1), tl.program_id(2)
+    begin(IS_DEPENDENT)
+    sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     context = tl.load(positions + sequence) + 1
     first = tl.where(window > 0, tl.maximum(context - window, 0), 0)
     each = _split_size(context - first, SPLITS, MIN_SPLIT, TILE)
@@ -138,26 +143,27 @@ def _attend_splits(
             weights, v = weights.to(queries.dtype), v.to(queries.dtype)
             mixed = mixed * kept[:, None] + tl.dot(weights, v, input_precision="ieee")
             top = higher
-        places_of_sums = (sequence * KV_HEADS * GROUP + heads) * SPLITS + split
+        places_of_sums = (sequence * KV_HEADS * GROUP + heads) * splits + split
         tl.store(sums + places_of_sums[:, None] * SIZE + columns[None, :], mixed, mask=real)
         tl.store(scales + places_of_sums * 2, top, mask=rows < GROUP)
         tl.store(scales + places_of_sums * 2 + 1, total, mask=rows < GROUP)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "splits"])
 def _join_splits(
-    sums, scales, positions, out, window,
+    sums, scales, positions, out, window, splits,
     SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr, TILE: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
+    PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Join the results of a sequence's splits for one head: scale each by exp(its maximum - the highest maximum)."""
+    begin(IS_DEPENDENT)
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     context = tl.load(positions + sequence) + 1
     length = tl.where(window > 0, tl.minimum(context, window), context)
     count = tl.cdiv(length, _split_size(length, SPLITS, MIN_SPLIT, TILE))
-    splits, columns = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    used = splits < count
-    places = (sequence * HEADS + head) * SPLITS + splits
+    split, columns = tl.arange(0, SPLITS), tl.arange(0, PADDED)
+    used = split < count
+    places = (sequence * HEADS + head) * splits + split
     tops = tl.load(scales + places * 2, mask=used, other=float("-inf"))
     totals = tl.load(scales + places * 2 + 1, mask=used, other=0.0)
     shares = tl.exp(tops - tl.max(tops, 0))

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model.system.dependent_launch import begin, launch_options
+
 # Maximum rows of `multiply_few`. With more rows PyTorch's kernels have enough tiles to fill the GPU.
 MAX_ROWS = 64
 _PROGRAMS = 256
@@ -33,7 +35,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
     _quantize_rows[(len(x_TE),)](
         x_TE, numbers_TE, scale_T, x_TE.shape[1], size, x_TE.stride(0),
         LARGEST=127.0 if dtype == torch.int8 else torch.finfo(dtype).max, WHOLE=dtype == torch.int8, PADDED=padded,
-        num_warps=min(16, max(1, padded // 256)),
+        num_warps=min(16, max(1, padded // 256)), **launch_options(x_TE.device),
     )  # fmt: skip
     return numbers_TE, scale_T
 
@@ -59,6 +61,7 @@ def multiply_few(
         rows, outputs, inputs, each,
         SUM=tl.int32 if is_whole else tl.float32, IS_PART=parts > 1, HAS_BIAS=bias_F is not None,
         ROWS=max(_MIN_ROWS, triton.next_power_of_2(rows)), OUTPUTS=_OUTPUTS, INPUTS=_INPUTS, num_warps=4, num_stages=3,
+        **launch_options(out_TF.device),
     )  # fmt: skip
     if parts > 1:
         _scale(sums_XTF, scale_T, scale_F, bias_F, out_TF)
@@ -88,15 +91,16 @@ def _scale(sums_XTF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | 
     parts, rows, outputs = sums_XTF.shape
     _scale_sums[(rows, triton.cdiv(outputs, _TILE))](
         sums_XTF, scale_T, scale_F, scale_F if bias_F is None else bias_F, out_TF, rows, outputs,
-        PARTS=parts, HAS_BIAS=bias_F is not None, TILE=_TILE, num_warps=4,
+        PARTS=parts, HAS_BIAS=bias_F is not None, TILE=_TILE, num_warps=4, **launch_options(out_TF.device),
     )  # fmt: skip
 
 
 @triton.jit
 def _quantize_rows(
     x, numbers, scales, x_size, size, stride,
-    LARGEST: tl.constexpr, WHOLE: tl.constexpr, PADDED: tl.constexpr,
+    LARGEST: tl.constexpr, WHOLE: tl.constexpr, PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     given = tl.load(x + row * stride + columns, mask=columns < x_size, other=0.0).to(tl.float32)
@@ -120,9 +124,10 @@ def _scaled(sums, row_scale, scale, bias, HAS_BIAS: tl.constexpr):
 def _multiply_few(
     x, weight, x_scale, scale, bias, out, rows, outputs, inputs, each,
     SUM: tl.constexpr, IS_PART: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Multiply all rows by a tile of a matrix's outputs, over a part of its inputs. IS_PART: store unscaled sums."""
+    begin(IS_DEPENDENT)
     part = tl.program_id(1)
     row, column = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     real_rows, real_columns = row < rows, column < outputs
@@ -155,8 +160,9 @@ def _multiply_few(
 @triton.jit(do_not_specialize=["rows"])
 def _scale_sums(
     sums, x_scale, scale, bias, out, rows, outputs,
-    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
+    begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     real = columns < outputs

@@ -15,42 +15,58 @@ from model.config import ModelConfig
 from model.config_enums import Experts, MlpKind, NormKind
 
 
-class RMSNorm(nn.Module):
-    """RMS norm: x / sqrt(mean(x^2) + eps) * weight, in float32. Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
+class Norm(nn.Module):
+    """Norm of the last dimension, computed in float32. The result has the dtype of the input.
 
-    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295). A GPU replaces `normalize` by a
-    fused kernel.
+    fused: GPU kernel for `add`; None: PyTorch.
+    """
+
+    fused: "Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]] | None" = None
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last dimension of x."""
+        return self.add(x, None)[1]
+
+    def add(self, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x + added, which is x if `added` is None, and its norm."""
+        if self.fused is not None:
+            return self.fused(self, x, added)
+        if added is not None:
+            x = x + added
+        return x, self._normalize(x)
+
+    def _normalize(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class RMSNorm(Norm):
+    """RMS norm: x / sqrt(mean(x^2) + eps) * weight. Zhang & Sennrich 2019 (arXiv 1910.07467), equation 4.
+
+    `unit_offset` multiplies by 1 + weight instead (Gemma Team 2024, arXiv 2403.08295).
     """
 
     def __init__(self, size: int, eps: float, *, unit_offset: bool = False) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        super().__init__(size, eps)
         self.unit_offset = unit_offset
-        self.normalize = rms_norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of x."""
-        return self.normalize(x, self.weight, self.eps, self.unit_offset)
-
-
-def rms_norm(x: Tensor, weight_E: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    """Apply an RMS norm to the last dimension of x, in float32. The result has the dtype of x."""
-    weight_E = 1.0 + weight_E.float() if unit_offset else weight_E.float()
-    return functional.rms_norm(x.float(), (x.shape[-1],), weight_E, eps).to(x.dtype)
+    def _normalize(self, x: Tensor) -> Tensor:
+        weight_E = 1.0 + self.weight.float() if self.unit_offset else self.weight.float()
+        return functional.rms_norm(x.float(), (x.shape[-1],), weight_E, self.eps).to(x.dtype)
 
 
-class LayerNorm(nn.Module):
-    """Layer norm: (x - mean) / sqrt(variance + eps) * weight + bias, in float32. Ba et al. 2016 (arXiv 1607.06450)."""
+class LayerNorm(Norm):
+    """Layer norm: (x - mean) / sqrt(variance + eps) * weight + bias. Ba et al. 2016 (arXiv 1607.06450)."""
 
     def __init__(self, size: int, eps: float, *, bias: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        super().__init__(size, eps)
         self.bias = nn.Parameter(torch.zeros(size)) if bias else None
-        self.eps = eps
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize the last dimension of x."""
+    def _normalize(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
         return functional.layer_norm(x.float(), (x.shape[-1],), self.weight.float(), bias, self.eps).to(x.dtype)
 

@@ -142,13 +142,11 @@ def score_factors(positions_T: Tensor, growth: float, interval: int) -> Tensor:
     return 1.0 + growth * torch.log1p(torch.floor(positions_T.float() / interval))
 
 
-def rotate_each(q_THD: Tensor, k_TKD: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rotate queries and keys by their tokens' rotation angles, given as cosines and sines."""
-    return rotate(q_THD, rotation), rotate(k_TKD, rotation)
-
-
 def rotate(x_THD: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the first R dimensions of each head of each token by the token's angles. Computes in float32."""
+    """Rotate the first R dimensions of each head of each token, in float32.
+
+    rotation: cosines and sines of the tokens' rotation angles.
+    """
     cos_T1R, sin_T1R = rotation
     size = cos_T1R.shape[-1]
     x_THR = x_THD[..., :size].float()

@@ -22,8 +22,9 @@ from model.attention.score_biases import SCORE_BIASES, relative_positions
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormPlacement, PositionKind, QkNormScope
 from model.nn.layers import LayerInput, LayerInputs, RMSNorm, make_mlp, make_norm
-from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate_each, score_factors
+from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, rotate, score_factors
 
+Rotation = tuple[Tensor, Tensor]  # cosines and sines of each token's angles
 # Keys and values of a step's tokens, TKD, by the number of the layer that computed them.
 KeysValues = dict[int, tuple[Tensor, Tensor]]
 
@@ -34,7 +35,10 @@ class Attention(nn.Module):
     table: parameters that the score biases of all layers share (`relative_positions`); None: no shared parameters.
     kv_source: layer whose keys and values this layer reads: its own, or those of an earlier layer.
     is_kv_shared: later layers read the keys and values of this layer.
+    fused: GPU kernel that does what `rotated` and `KVCache.write` do, and returns the queries; None: PyTorch.
     """
+
+    fused: "Callable[[Attention, Tensor, Tensor, Tensor, Rotation | None, Tensor, KVCache], Tensor] | None" = None
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
         super().__init__()
@@ -72,12 +76,11 @@ class Attention(nn.Module):
         self.is_rotated = layer not in config.unrotated_layers
         self.rotates_locally = config.local_rope_theta is not None and self.form.window is not None
         self.backend = backend
-        self.rotate_pair = rotate_each
 
     def forward(
         self,
         x_TE: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        rotation: Rotation | None,
         *,
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
@@ -88,12 +91,13 @@ class Attention(nn.Module):
         kv_of: keys and values that later layers read, by layer. This layer adds its own if later layers read them.
         """
         q_THD, k_TKD, v_TKD = self._project(x_TE)
-        if not self.norms_rotated:
-            q_THD, k_TKD = self._normed(self.query_norm, q_THD), self._normed(self.key_norm, k_TKD)
-        if rotation is not None and self.is_rotated:
-            q_THD, k_TKD = self.rotate_pair(q_THD, k_TKD, rotation)
-        if self.norms_rotated:
-            q_THD, k_TKD = self._normed(self.query_norm, q_THD), self._normed(self.key_norm, k_TKD)
+        if not self.is_rotated:
+            rotation = None
+        if self.fused is None or kv_cache is None:
+            q_THD, k_TKD = self.rotated(q_THD, k_TKD, rotation)
+        else:
+            assert metadata.slot_mapping_T is not None
+            q_THD = self.fused(self, q_THD, k_TKD, v_TKD, rotation, metadata.slot_mapping_T, kv_cache)
         if self.score_growth is not None:
             q_THD = (q_THD * score_factors(metadata.positions_T, *self.score_growth)[:, None, None]).to(q_THD.dtype)
         if self.kv_source != self.form.layer:
@@ -118,6 +122,16 @@ class Attention(nn.Module):
             v_TKD = functional.rms_norm(v_TKD.float(), v_TKD.shape[2:], eps=self.value_norm_eps).to(v_TKD.dtype)
         return q_THD, k_TKD, v_TKD
 
+    def rotated(self, q_THD: Tensor, k_TKD: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor]:
+        """Return the queries and keys normed and rotated, as far as the model does either."""
+        if not self.norms_rotated:
+            q_THD, k_TKD = self._normed(self.query_norm, q_THD), self._normed(self.key_norm, k_TKD)
+        if rotation is not None:
+            q_THD, k_TKD = rotate(q_THD, rotation), rotate(k_TKD, rotation)
+        if self.norms_rotated:
+            q_THD, k_TKD = self._normed(self.query_norm, q_THD), self._normed(self.key_norm, k_TKD)
+        return q_THD, k_TKD
+
     def _normed(self, norm: RMSNorm | None, x_THD: Tensor) -> Tensor:
         """Return queries or keys normed by `norm`; unchanged if `norm` is None."""
         if norm is None:
@@ -133,6 +147,8 @@ class Block(nn.Module):
     (OLMo 2) the outputs of attention and MLP are normed, not their inputs; in Gemma 2 both are. In a parallel block
     (GPT-NeoX) attention and MLP read the same x, in Falcon 7B and Cohere normed by the same norm. `dropout` is the
     dropout rate of all outputs in training.
+
+    A layer leaves its last addition to the next layer, whose first norm can include it: see `Norm.add`.
     """
 
     dropout = 0.0
@@ -155,42 +171,49 @@ class Block(nn.Module):
     def forward(
         self,
         x_TE: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        added_TE: Tensor | None,
+        rotation: Rotation | None,
         input_TP: Tensor | None,
         *,
         metadata: AttentionMetadata,
         kv_cache: KVCache | None,
         kv_of: KeysValues,
-    ) -> Tensor:
-        """Apply the layer to packed tokens; input and output have the shape (tokens, hidden size).
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply the layer to x + added: packed tokens, (tokens, hidden size). Return two parts of the sum, likewise.
 
+        added_TE: None in place of zeros.
         input_TP: vectors of `LayerInputs` for this layer; None for models without `layer_input_size`.
         """
         attend = partial(self.attention, rotation=rotation, metadata=metadata, kv_cache=kv_cache, kv_of=kv_of)
-        x_TE = self._add_attention_and_mlp(x_TE, attend)
+        x_TE, added_TE = self._add_attention_and_mlp(x_TE, added_TE, attend)
         if self.layer_input is not None:
-            x_TE = x_TE + self._drop(self.layer_input(x_TE, input_TP))
-        return x_TE if self.layer_scalar is None else x_TE * self.layer_scalar
+            x_TE = x_TE + added_TE
+            added_TE = self._drop(self.layer_input(x_TE, input_TP))
+        return (x_TE, added_TE) if self.layer_scalar is None else ((x_TE + added_TE) * self.layer_scalar, None)
 
-    def _add_attention_and_mlp(self, x_TE: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    def _add_attention_and_mlp(
+        self, x_TE: Tensor, added_TE: Tensor | None, attend: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
         if self.norms_outputs:
             assert self.mlp_norm is not None
-            attended_TE = attend(x_TE)
-            x_TE = x_TE + self._drop(self.attention_norm(attended_TE))
-            x_TE = x_TE + self._drop(self.mlp_norm(self.mlp(x_TE)))
-            return x_TE
-        normed_TE = self.attention_norm(x_TE)
+            x_TE = x_TE if added_TE is None else x_TE + added_TE
+            x_TE = x_TE + self._drop(self.attention_norm(attend(x_TE)))
+            return x_TE, self._drop(self.mlp_norm(self.mlp(x_TE)))
+        x_TE, normed_TE = self.attention_norm.add(x_TE, added_TE)
         attended_TE = attend(normed_TE)
         if self.attention_out_norm is not None:
             attended_TE = self.attention_out_norm(attended_TE)
-        added_TE = x_TE + self._drop(attended_TE)
-        if self.mlp_norm is not None:
-            normed_TE = self.mlp_norm(x_TE if self.is_parallel else added_TE)
+        attended_TE = self._drop(attended_TE)
+        if self.is_parallel:
+            normed_TE = normed_TE if self.mlp_norm is None else self.mlp_norm(x_TE)
+            x_TE = x_TE + attended_TE
+        else:
+            assert self.mlp_norm is not None
+            x_TE, normed_TE = self.mlp_norm.add(x_TE, attended_TE)
         out_TE = self.mlp(normed_TE)
         if self.mlp_out_norm is not None:
             out_TE = self.mlp_out_norm(out_TE)
-        x_TE = added_TE + self._drop(out_TE)
-        return x_TE
+        return x_TE, self._drop(out_TE)
 
     def _drop(self, x_TE: Tensor) -> Tensor:
         """Apply dropout (Srivastava et al. 2014) while training; return x itself otherwise."""
@@ -259,12 +282,15 @@ class Transformer(nn.Module):
         rotation = None if self.rotary is None else self.rotary(metadata.positions_T)
         local_rotation = None if self.local_rotary is None else self.local_rotary(metadata.positions_T)
         inputs_TLP = None if self.layer_inputs is None else self.layer_inputs(token_ids_T, x_TE)
+        added_TE: Tensor | None = None
         kv_of: KeysValues = {}
         for number, layer in enumerate(self.layers):
             own_rotation = local_rotation if cast(Block, layer).attention.rotates_locally else rotation
             input_TP = None if inputs_TLP is None else inputs_TLP[:, number]
-            x_TE = layer(x_TE, own_rotation, input_TP, metadata=metadata, kv_cache=kv_cache, kv_of=kv_of)
-        return x_TE
+            x_TE, added_TE = layer(
+                x_TE, added_TE, own_rotation, input_TP, metadata=metadata, kv_cache=kv_cache, kv_of=kv_of
+            )
+        return x_TE if added_TE is None else x_TE + added_TE
 
     def logits(self, x_RE: Tensor) -> Tensor:
         """Return next-token logits, float32 (rows, vocabulary), for rows of the result of `hidden`."""

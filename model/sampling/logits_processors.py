@@ -12,6 +12,7 @@ Legend: B sequences, R rows with a mask, V vocabulary, N single logits, anywhere
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,19 +23,17 @@ from model.sampling.token_constraints import TokenRules
 from model.system.device_copy import copy_to_device
 
 
-def obey(
-    logits_BV: Tensor, rules: Sequence[TokenRules | None], forbidden: Sequence[Sequence[int]]
-) -> tuple[Tensor, bool]:
-    """Apply each row's token rules and forbidden token ids to the logits of a batch.
+def rule_arrays(
+    vocab_size: int, rules: Sequence[TokenRules | None], forbidden: Sequence[Sequence[int]]
+) -> list[NDArray[Any]]:
+    """Return the arrays that `obey` needs on the logits' device; none if no row has a rule or a forbidden token id.
 
-    Returns the new logits, which are the given tensor if no row has a rule or forbidden id, and whether any logit
-    was set to -inf.
     Tokens that would complete a forbidden word (`TokenRules.forbidden`) are masked only if they are in `forbidden`.
     """
     asked = [(row, its) for row, its in enumerate(rules) if its is not None]
     impossible = [(row, np.array(ids, dtype=np.int64)) for row, ids in enumerate(forbidden) if ids]
     if not asked and not impossible:
-        return logits_BV, False
+        return []
     biased = [(row, its) for row, its in asked if len(its.bias_ids)]
     counted = [(row, its.params, *its.counted) for row, its in asked if its.params.has_penalties]
     allowed = [(row, its.allowed_ids) for row, its in asked if its.allowed_ids is not None]
@@ -44,32 +43,39 @@ def obey(
         )
         for _, p, ids, counts in counted
     ]
-    size = logits_BV.shape[1]
-    places_N, bias_N, counted_N, penalties_4N, rows_R, allowed_N, impossible_N = copy_to_device(
-        logits_BV.device,
-        [
-            _places(size, [(row, its.bias_ids) for row, its in biased]),
-            np.concatenate([np.empty(0, np.float32), *(its.bias for _, its in biased)]),
-            _places(size, [(row, ids) for row, _, ids, _ in counted]),
-            np.concatenate([np.empty((4, 0)), *penalties], axis=1).astype(np.float32),
-            np.array([row for row, _ in allowed], dtype=np.int64),
-            _places(size, allowed),
-            _places(size, impossible),
-        ],
-    )
+    return [
+        _places(vocab_size, [(row, its.bias_ids) for row, its in biased]),
+        np.concatenate([np.empty(0, np.float32), *(its.bias for _, its in biased)]),
+        _places(vocab_size, [(row, ids) for row, _, ids, _ in counted]),
+        np.concatenate([np.empty((4, 0)), *penalties], axis=1).astype(np.float32),
+        np.array([row for row, _ in allowed], dtype=np.int64),
+        _places(vocab_size, allowed),
+        _places(vocab_size, impossible),
+    ]
+
+
+def obey(logits_BV: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    """Apply token rules and forbidden token ids to the logits of a batch. tensors: `rule_arrays`, on their device.
+
+    Returns the new logits, which are the given tensor if no row has a rule or forbidden id, and whether any logit
+    was set to -inf.
+    """
+    if not tensors:
+        return logits_BV, False
+    places_N, bias_N, counted_N, penalties_4N, rows_R, allowed_N, impossible_N = tensors
     logits_BV = logits_BV.clone(memory_format=torch.contiguous_format)
     flat_N = logits_BV.view(-1)
-    if biased:  # each token occurs once in a row, so no sum depends on an order
+    if len(places_N):  # each token occurs once in a row, so no sum depends on an order
         flat_N[places_N] += bias_N
     if len(counted_N):
         flat_N[counted_N] = _penalized(flat_N[counted_N], *penalties_4N)
-    if allowed:
+    if len(rows_R):
         kept_N = flat_N[allowed_N]
         logits_BV.index_fill_(0, rows_R, -torch.inf)
         flat_N[allowed_N] = kept_N
-    if impossible:
+    if len(impossible_N):
         flat_N.index_fill_(0, impossible_N, -torch.inf)
-    return logits_BV, bool(allowed or impossible)
+    return logits_BV, bool(len(rows_R) or len(impossible_N))
 
 
 def _penalized(

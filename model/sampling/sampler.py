@@ -19,6 +19,7 @@ Legend: B sequences, R rows, V vocabulary, C candidates.
 import ctypes
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.kernels.kernel_library import KernelLibrary
-from model.sampling.logits_processors import obey
+from model.sampling.logits_processors import obey, rule_arrays
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
 from model.system.device_copy import copy_to_device
@@ -61,6 +62,26 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
+def sampling_arrays(
+    vocab_size: int,
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    *,
+    forbidden: Sequence[Sequence[int]] = (),
+    rules: Sequence[TokenRules | None] = (),
+) -> list[NDArray[Any]]:
+    """Return the arrays that `sample` needs on the logits' device: the numbers of the random rows, and `rule_arrays`.
+
+    The numbers of a row are its index, temperature, uniform number, `_limit`, top_p and min_p.
+    """
+    numbers = [
+        (row, param.temperature, uniform(param.seed, position), _limit(param, vocab_size), param.top_p, param.min_p)
+        for row, (param, position) in enumerate(zip(params, positions, strict=True))
+        if not param.greedy
+    ]
+    return [np.array(numbers, dtype=np.float64).reshape(-1, 6), *rule_arrays(vocab_size, rules, forbidden)]
+
+
 def sample(
     logits_BV: Tensor,
     params: Sequence[SamplingParams],
@@ -69,6 +90,7 @@ def sample(
     forbidden: Sequence[Sequence[int]] = (),
     rules: Sequence[TokenRules | None] = (),
     kernels: KernelLibrary | None = None,
+    tensors: Sequence[Tensor] = (),
 ) -> Tensor:
     """Sample a token for each row of logits. Return int64 token ids on the logits' device.
 
@@ -80,15 +102,19 @@ def sample(
         the tokens that would complete a forbidden word (`TokenRules.forbidden`).
     rules: each row's other token rules; empty if no row has rules.
     kernels: library that samples float32 logits on a CPU; None: PyTorch samples, as on a GPU.
+    tensors: `sampling_arrays` of the same arguments, on the logits' device; empty: `sample` copies them there.
     """
     if not logits_BV.shape[0] == len(params) == len(positions):
         lengths = f"{logits_BV.shape[0]} rows, {len(params)} params, {len(positions)} positions"
         raise ValueError(f"sampling needs params and a position for each row of logits; it got {lengths}")
-    logits_BV, may_leave_none = obey(logits_BV, rules, forbidden)
+    if not tensors:
+        arrays = sampling_arrays(logits_BV.shape[1], params, positions, forbidden=forbidden, rules=rules)
+        tensors = copy_to_device(logits_BV.device, arrays)
+    logits_BV, may_leave_none = obey(logits_BV, tensors[1:])
     random_rows = [row for row, param in enumerate(params) if not param.greedy]
     if not random_rows and not may_leave_none:
         return torch.as_tensor(most_likely(logits_BV))
-    ids_B = _sample_rows(logits_BV, params, positions, random_rows, kernels)
+    ids_B = _sample_rows(logits_BV, params, random_rows, kernels, tensors[0])
     if may_leave_none:
         ids_B = ids_B.masked_fill(logits_BV.amax(dim=-1) == -torch.inf, NO_TOKEN)
     return ids_B
@@ -117,47 +143,34 @@ def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
 def _sample_rows(
     logits_BV: Tensor,
     params: Sequence[SamplingParams],
-    positions: Sequence[int],
     random_rows: Sequence[int],
     kernels: KernelLibrary | None,
+    numbers_R6: Tensor,
 ) -> Tensor:
-    """Return a sampled token id, int64, for each row of logits. random_rows: the rows that are not greedy."""
+    """Return a sampled token id, int64, for each row of logits.
+
+    random_rows: the rows that are not greedy. numbers_R6: their numbers, by `sampling_arrays`.
+    """
     is_whole_batch = len(random_rows) == len(params)
     empty_B = logits_BV.new_empty(len(params), dtype=torch.int64)
     ids_B = empty_B if is_whole_batch else torch.as_tensor(most_likely(logits_BV))
     if kernels is not None:
-        ids_B[random_rows] = torch.from_numpy(_sample_natively(logits_BV, params, positions, random_rows, kernels))
+        ids_B[random_rows] = torch.from_numpy(_sample_natively(logits_BV, numbers_R6.numpy(), random_rows, kernels))
         return ids_B
     # At least a row for each thread: PyTorch's threads share rows.
     at_least = torch.get_num_threads() if logits_BV.is_cpu else max(1, len(random_rows))
     count = max(at_least, _AT_ONCE // logits_BV.shape[1])
     for first in range(0, len(random_rows), count):
-        rows = random_rows[first : first + count]
-        chosen, sizes = [params[row] for row in rows], logits_BV.shape
-        numbers = [
-            (
-                row,
-                param.temperature,
-                uniform(param.seed, positions[row]),
-                _limit(param, sizes[1]),
-                param.top_p,
-                param.min_p,
-            )
-            for row, param in zip(rows, chosen, strict=True)
-        ]
-        (numbers_B6,) = copy_to_device(logits_BV.device, [np.array(numbers, dtype=np.float64)])
+        chosen = [params[row] for row in random_rows[first : first + count]]
+        numbers_B6 = numbers_R6[first : first + count]
         rows_B = numbers_B6[:, 0].long()
-        some_BV = logits_BV if len(rows) == len(params) else logits_BV[rows_B]
+        some_BV = logits_BV if len(chosen) == len(params) else logits_BV[rows_B]
         ids_B.index_copy_(0, rows_B, _sample_chunk(some_BV, chosen, numbers_B6[:, 1:]))
     return ids_B
 
 
 def _sample_natively(
-    logits_BV: Tensor,
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-    random_rows: Sequence[int],
-    kernels: KernelLibrary,
+    logits_BV: Tensor, numbers_R6: NDArray[np.float64], random_rows: Sequence[int], kernels: KernelLibrary
 ) -> NDArray[np.int64]:
     """Return the sampled ids of the rows `random_rows`, in this order, computed by the native kernel on a CPU."""
     logits_BV = logits_BV.detach()
@@ -166,12 +179,8 @@ def _sample_natively(
     rows_R = np.empty(len(random_rows), dtype=_SAMPLED_ROW)
     start, stride = logits_BV.data_ptr(), logits_BV.stride(0) * logits_BV.element_size()
     rows_R["logits"] = [start + row * stride for row in random_rows]
-    chosen = [params[row] for row in random_rows]
-    rows_R["temperature"] = [param.temperature for param in chosen]
-    rows_R["top_p"] = [param.top_p for param in chosen]
-    rows_R["min_p"] = [param.min_p for param in chosen]
-    rows_R["top_k"] = [param.top_k for param in chosen]
-    rows_R["uniform"] = [uniform(params[row].seed, positions[row]) for row in random_rows]
+    for column, name in enumerate(("temperature", "uniform", "top_k", "top_p", "min_p"), start=1):
+        rows_R[name] = numbers_R6[:, column]
     function = kernels.function("kvasir_sample", ctypes.c_void_p, *[ctypes.c_int64] * 3)
     function(rows_R.ctypes.data, len(rows_R), logits_BV.shape[1], torch.get_num_threads())
     ids_R: NDArray[np.int64] = rows_R["id"]
@@ -241,29 +250,32 @@ def _inverse_cdf(probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     return ids_B.clamp_(max=probs_BV.shape[1] - 1)
 
 
-def top_logprobs(
-    logits_RV: Tensor, token_ids: Sequence[int], num_top: int
-) -> list[tuple[float, int, list[tuple[int, float]]]]:
-    """Return for each row the logprob and rank of its token, and the (id, logprob) pairs of the `num_top` most likely.
+def logprob_table(logits_RV: Tensor, ids_R: Tensor, num_top: int) -> Tensor:
+    """Return numbers of each row, float64 R(2 + 2C), on the logits' device: what `read_logprobs` reads.
 
-    Logprobs are the log-softmax of the given logits, without temperature and filters. The rank is one more than the
-    number of more likely tokens, so equally likely tokens share a rank.
+    They are the logprob and the rank of the row's token id, and the ids and the logprobs of the C = `num_top` most
+    likely tokens. Logprobs are the log-softmax of the given logits, without temperature and filters. The rank is one
+    more than the number of more likely tokens, so equally likely tokens share a rank.
     """
     if logits_RV.is_cpu:
         with np.errstate(invalid="ignore"):  # NaN and infinity come from damaged weights
-            rows = zip(logits_RV.detach().numpy(), token_ids, strict=True)
-            return [_row_logprobs(logits_V, token_id, num_top) for logits_V, token_id in rows]
+            rows = zip(logits_RV.detach().numpy(), ids_R.tolist(), strict=True)
+            return torch.from_numpy(
+                np.array([_row_logprobs(logits_V, token_id, num_top) for logits_V, token_id in rows])
+            )
     logprobs_RV = logits_RV.log_softmax(dim=-1)
-    (ids_R,) = copy_to_device(logits_RV.device, [np.array(token_ids, dtype=np.int64)])
     chosen_R1 = logprobs_RV.gather(1, ids_R[:, None])
     ranks_R1 = (logprobs_RV > chosen_R1).sum(dim=-1, keepdim=True) + 1
     top = logprobs_RV.topk(min(num_top, logprobs_RV.shape[1]), dim=-1)
-    # In float64, which is exact for all of these numbers, they take one copy to the host.
-    found = torch.cat([x.double() for x in (chosen_R1, ranks_R1, top.indices, top.values)], dim=1).tolist()
-    count = top.indices.shape[1]
+    return torch.cat([x.double() for x in (chosen_R1, ranks_R1, top.indices, top.values)], dim=1)
+
+
+def read_logprobs(table: Tensor) -> list[tuple[float, int, list[tuple[int, float]]]]:
+    """Return the logprob, the rank, and the (id, logprob) pairs of the most likely tokens of each row of a table."""
+    count = table.shape[1] // 2 - 1
     return [
         (logprob, int(rank), list(zip(map(int, rest[:count]), rest[count:], strict=True)))
-        for logprob, rank, *rest in found
+        for logprob, rank, *rest in table.tolist()
     ]
 
 
@@ -282,13 +294,16 @@ def _top_ids(values_V: NDArray[np.float32], count: int) -> NDArray[np.int64]:
     return reached_C
 
 
-def _row_logprobs(
-    logits_V: NDArray[np.float32], token_id: int, num_top: int
-) -> tuple[float, int, list[tuple[int, float]]]:
-    """Return `top_logprobs` of one row on a CPU."""
+def _row_logprobs(logits_V: NDArray[np.float32], token_id: int, num_top: int) -> list[float]:
+    """Return a row of `logprob_table` on a CPU."""
     highest, chosen = float(logits_V.max()), logits_V[token_id]
     log_total = highest + math.log(np.exp(logits_V - highest).sum(dtype=np.float64))
     rank = int(np.count_nonzero(logits_V > chosen)) + 1
     ids_C = _top_ids(logits_V, min(num_top, len(logits_V))) if num_top else np.arange(0)
     ids_C = ids_C[np.argsort(-logits_V[ids_C], kind="stable")[:num_top]]
-    return float(chosen) - log_total, rank, [(int(top), float(logits_V[top]) - log_total) for top in ids_C]
+    return [
+        float(chosen) - log_total,
+        rank,
+        *ids_C.tolist(),
+        *(logits_V[ids_C].astype(np.float64) - log_total).tolist(),
+    ]

@@ -44,6 +44,14 @@ def test_a_step_takes_the_bucket_with_the_fewest_rows_then_the_narrowest_table()
     assert smallest(shapes, 1, 513) is None
 
 
+def replayed(graphs: DecodeGraphs, inputs: ModelInputs) -> Tensor | None:
+    """Return the hidden states of a step by a replay; None if no captured shape holds the step."""
+    if (bucket := graphs.bucket(inputs.metadata)) is None:
+        return None
+    graphs.fill(bucket, inputs, [])
+    return graphs.replay(bucket, len(inputs.token_ids_T))
+
+
 def step(ids: list[int], positions: list[int], slots: list[int], tables: list[list[int]]) -> ModelInputs:
     return ModelInputs(
         token_ids_T=torch.tensor(ids),
@@ -83,13 +91,13 @@ def test_a_replayed_step_is_padded_with_the_scratch_block() -> None:
     for width in (5, 3):  # values left by the wider step must not affect the narrower step
         shapes = (Bucket(4, 5), Bucket(4, 3))
         graphs = DecodeGraphs(hidden, make_cache(11), capture=call_again, shapes=shapes)
-        graphs.hidden(step([9] * 4, [1] * 4, [1] * 4, [[1] * 5] * 4))
+        replayed(graphs, step([9] * 4, [1] * 4, [1] * 4, [[1] * 5] * 4))
         table = [2] * (width - 1)
-        assert graphs.hidden(step([7, 8], [5, 2], [21, 33], [[*table, 5], [*table, 9]])) is not None
+        assert replayed(graphs, step([7, 8], [5, 2], [21, 33], [[*table, 5], [*table, 9]])) is not None
         padding = [10] * width
         tables = [[*table, 5], [*table, 9], padding, padding]
         assert seen[-1] == ([7, 8, 0, 0], [5, 2, 0, 0], [21, 33, 40, 40], tables)
-    assert graphs.hidden(step([7], [5], [21], [[2, 5]])) is not None
+    assert replayed(graphs, step([7], [5], [21], [[2, 5]])) is not None
     assert seen[-1][3] == [[2, 5, 10], *[[10] * 3] * 3]
 
 
@@ -128,19 +136,19 @@ def test_cuda_graphs_are_captured_once_and_replayed_for_fitting_steps() -> None:
     assert [shape[0] for shape in capture.captured] == [8, 8, 4, 4]
     assert graphs.shapes == (Bucket(8, 128), Bucket(8, 32), Bucket(4, 128), Bucket(4, 32))
     places = set(seen)
-    found = graphs.hidden(step([5], [3], [15], [[3]]))
+    found = replayed(graphs, step([5], [3], [15], [[3]]))
     assert found is not None
     assert found.tolist() == [[5.0, 3.0]]
-    assert graphs.hidden(step([5] * 5, [200] * 5, [1] * 5, [[3] * 51] * 5)) is not None
+    assert replayed(graphs, step([5] * 5, [200] * 5, [1] * 5, [[3] * 51] * 5)) is not None
     assert capture.replays == [3, 0]
     assert set(seen) == places
-    assert graphs.hidden(step([5] * 9, [3] * 9, [1] * 9, [[3]] * 9)) is None
+    assert replayed(graphs, step([5] * 9, [3] * 9, [1] * 9, [[3]] * 9)) is None
     prompt = AttentionMetadata(
         query_lengths=(2,), context_lengths=(2,), positions_T=torch.arange(2),
         slot_mapping_T=torch.arange(2), block_tables_BN=torch.tensor([[0]]),
     )  # fmt: skip
     inputs = step([1, 2], [0, 1], [0, 1], [[0], [0]])
-    assert graphs.hidden(msgspec.structs.replace(inputs, metadata=prompt)) is None
+    assert replayed(graphs, msgspec.structs.replace(inputs, metadata=prompt)) is None
 
 
 def engine(variant: str, capture: CountingCapture | None, **config: Any) -> Engine:

@@ -129,8 +129,10 @@ def compile_for(launch: Launch, capability: int) -> MachineCode:
     """Compile a launch's kernel for GPUs of a compute capability, 90 for 9.0. Raises what Triton raises."""
     before = driver._active
     driver.set_active(_Driver(capability))
+    # As `model.system.dependent_launch` decides on a GPU.
+    is_dependent = dict.fromkeys(("launch_pdl", "IS_DEPENDENT"), capability >= 90)
     try:
-        kernel = launch.kernel.run(grid=launch.grid, warmup=True, **launch.arguments)
+        kernel = launch.kernel.run(grid=launch.grid, warmup=True, **launch.arguments | is_dependent)
     finally:
         driver.set_active(before)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -140,6 +142,9 @@ def compile_for(launch: Launch, capability: int) -> MachineCode:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     assert found is not None, usage
+    accesses = re.search("griddepcontrol.wait|(ld|st).global|cp.async", kernel.asm["ptx"])
+    assert accesses is not None
+    assert capability < 90 or accesses[0] == "griddepcontrol.wait", "memory is used before the kernel waits"
     return MachineCode(
         registers=int(found[1]),
         spilled_bytes=int(found[2]),
@@ -195,7 +200,10 @@ _CASES: Final = {
         ),
         ("bfloat16", "float32"),
     ),
-    "Phi-2": (_config(hidden_size=2560, num_heads=32, num_kv_heads=32, head_dim=80, rotary_dim=32), ("bfloat16",)),
+    "Phi-2": (
+        _config(hidden_size=2560, num_heads=32, num_kv_heads=32, head_dim=80, rotary_dim=32, norm="layer_norm"),
+        ("bfloat16",),
+    ),
     "Qwen2 1.5B, window": (_config(sliding_window=4096), ("bfloat16", "float32")),
 }  # fmt: skip
 _ROWS, _PROMPTS = (4, 64), (512,)

@@ -9,8 +9,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from model.attention import kv_cache
 from model.nn import linear
+from model.nn.position_embeddings import rotate
 
 Arguments = Mapping[str, Any]  # of a launch, by the names of the kernel's parameters
 
@@ -39,26 +42,49 @@ def _join_splits(a: Arguments) -> None:
     a["out"].copy_(a["sums"][:, :, 0] / a["scales"][:, :, 0, 1:])
 
 
-def _rms_norm(a: Arguments) -> None:
-    x = a["x"].float()
-    weight = a["weight"].float() + (1.0 if a["UNIT_OFFSET"] else 0.0)
-    normed = x * (x.square().mean(-1, keepdim=True) + a["eps"]).rsqrt() * weight
+def _rms_norm(x: Tensor, weight: Tensor, a: Arguments) -> Tensor:
+    weight = weight.float() + (1.0 if a["UNIT_OFFSET"] else 0.0)
+    return functional.rms_norm(x.float(), weight.shape, weight, a["eps"])
+
+
+def _add_norm(a: Arguments) -> None:
+    x, bias = a["x"], a["bias"]
+    if a["added"] is not None:
+        x = x + a["added"]
+        a["total"].copy_(x.view(a["total"].shape))
+    if a["IS_CENTERED"]:
+        bias = None if bias is None else bias.float()
+        normed = functional.layer_norm(x.float(), a["weight"].shape, a["weight"].float(), bias, a["eps"])
+    else:
+        normed = _rms_norm(x, a["weight"], a)
     a["out"].copy_(normed.view(a["out"].shape))
 
 
-def _rotate_pair(a: Arguments) -> None:
-    cos_T1R, sin_T1R = (a[name].reshape(len(a["q"]), 1, -1) for name in ("cosines", "sines"))
-    size = a["ROTATED"]
-    for source, target in ((a["q"], a["turned_q"]), (a["k"], a["turned_k"])):
-        x = source.float()
-        first, second = x[..., : size // 2], x[..., size // 2 : size]
-        turned = x[..., :size] * cos_T1R + torch.cat((-second, first), dim=-1) * sin_T1R
-        target.copy_(torch.cat((turned, x[..., size:]), dim=-1))
+def _rotate_and_write(a: Arguments) -> None:
+    def turned(x_THD: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is not None and not a["NORMS_ROTATED"]:
+            x_THD = _rms_norm(x_THD, weight, a).to(x_THD.dtype)
+        if a["ROTATED"]:
+            x_THD = rotate(x_THD, (a["cosines"], a["sines"]))
+        if weight is not None and a["NORMS_ROTATED"]:
+            x_THD = _rms_norm(x_THD, weight, a).to(x_THD.dtype)
+        return x_THD
+
+    if a["HEADS"]:
+        a["turned_q"].copy_(turned(a["q"], a["query_weight"]))
+    if a["KV_HEADS"]:
+        places = a["slots"] // a["BLOCK"], a["slots"] % a["BLOCK"]
+        keys, values = (a["keys"], a["key_scales"]), (a["values"], a["value_scales"])
+        for (pool, scales), new_TKD in ((keys, turned(a["k"], a["key_weight"])), (values, a["v"])):
+            if scales is None:
+                pool[places] = kv_cache.rounded(new_TKD, pool.dtype)
+            else:
+                pool[places], scales[places] = kv_cache.quantized(new_TKD)
 
 
 def _silu_product(a: Arguments) -> None:
     gate, up = a["gate_up"].chunk(2, dim=-1)
-    a["out"].copy_((torch.nn.functional.silu(gate) * up).view(a["out"].shape))
+    a["out"].copy_((functional.silu(gate) * up).view(a["out"].shape))
 
 
 def _quantize_rows(a: Arguments) -> None:
@@ -89,7 +115,7 @@ def _scale(sums: Tensor, a: Arguments) -> None:
 FORMULAS: Final[Mapping[str, Callable[[Arguments], None]]] = {
     function.__name__: function
     for function in (
-        *(_attend_splits, _join_splits, _rms_norm, _rotate_pair, _silu_product),
+        *(_attend_splits, _join_splits, _add_norm, _rotate_and_write, _silu_product),
         *(_quantize_rows, _multiply_few, _scale_sums),
     )
 }

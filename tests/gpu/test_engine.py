@@ -22,7 +22,7 @@ from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Submit
 from service.worker.engine_factory import build_engine
 from tests.engine.fakes import make_submit
-from tests.engine.test_graphs import step
+from tests.engine.test_graphs import replayed, step
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, attention_layers, build
 
@@ -124,7 +124,7 @@ def test_a_captured_step_equals_a_plain_step_bitwise() -> None:
             [[r - block + n for n in range(4)] for r in rows],
         )
         with torch.inference_mode():
-            found = recorded._graphs.hidden(inputs)
+            found = replayed(recorded._graphs, inputs)
             metadata = inputs.metadata.to(torch.device("cuda"))
             expected = Transformer.hidden(
                 cast(Transformer, plain._model), inputs.token_ids_T.cuda(), metadata, plain._cache

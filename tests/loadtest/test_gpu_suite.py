@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "loadtest" / "gpu" / "suite.sh"
 PARTS = [
     "paged",
     "decode",
+    "transformers",
     "engine",
     "int8",
     "fp8",
@@ -85,16 +87,17 @@ def test_the_limits_of_all_parts_add_up_to_the_budget() -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_needs_no_gpu_and_ends_in_one_file_and_a_page(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", "PARTS": "decode"}
+    environment = {**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", "PARTS": "decode transformers"}
     done = subprocess.run([str(SCRIPT), "results"], cwd=tmp_path, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results" / "suite.json").read_text())
     states = {name: part["state"] for name, part in results["parts"].items()}
-    assert states == {"decode": "passed"}, results
+    assert states == {"decode": "passed", "transformers": "passed"}, results
     assert results["parts"]["decode"]["figures"]["decode"][0]["of_the_roofline"]["median"] > 0
     page = (tmp_path / "results" / "page.md").read_text()
     assert "## decode: kvasir-9m" in page
     assert "share of the roofline" in page
+    assert "## Beside transformers' continuous batching" in page
 
 
 def test_the_report_keeps_what_a_failed_part_has_left(tmp_path: Path) -> None:
@@ -111,6 +114,17 @@ def test_the_report_keeps_what_a_failed_part_has_left(tmp_path: Path) -> None:
     assert "figures" not in parts["int8"]
     assert parts["fp8"] == {"state": "absent"}
     assert "| paged | failed | 9 | 2 | `tests.gpu.test_paged::test_a` |" in write_page({"parts": parts})
+
+
+def test_the_ratio_is_of_their_fastest_repeat_and_our_slowest() -> None:
+    def part(*rows: tuple[int, float, float]) -> dict[str, Any]:
+        steps = ((batch, {"median": low, "min": low, "max": high}) for batch, low, high in rows)
+        decode = [{"batch_size": batch, "context_length": 1024, "step_ms": step} for batch, step in steps]
+        return {"state": "passed", "figures": {"decode": decode}}
+
+    page = write_page({"parts": {"decode": part((1, 1.0, 2.0), (4, 3.0, 3.0)), "transformers": part((1, 5.0, 9.0))}})
+    assert "| 1 | 1024 | 1.00 (1.00–2.00) | 5.00 (5.00–9.00) | 2.50 |" in page
+    assert "| 4 |" not in page
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "b", "c"]])

@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
+from model.system.device_copy import copy_to_device
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.scheduling.step_plan import MIN_ROWS
 
@@ -123,15 +126,10 @@ class DecodeGraphs:
         shapes: Sequence[Bucket],
     ) -> None:
         self.shapes = tuple(shapes)
-        device = cache.keys[0].device
-        on_gpu = device.type == "cuda"
         self._scratch_block = cache.num_blocks - 1
         self._scratch_slot = self._scratch_block * cache.block_size
         count = max(bucket.num_numbers for bucket in shapes)
-        # Copies from pinned memory are asynchronous.
-        self._host = torch.zeros(count, dtype=torch.int64, pin_memory=on_gpu)
-        self._device = torch.zeros(count, dtype=torch.int64, device=device)
-        self._copied = torch.cuda.Event() if on_gpu else None
+        self._device = torch.zeros(count, dtype=torch.int64, device=cache.keys[0].device)
         self._replays: dict[Bucket, Callable[[], Tensor]] = {}
         for bucket in shapes:
             self._replays[bucket] = capture(partial(hidden, *self._padding(bucket), cache))
@@ -152,43 +150,42 @@ class DecodeGraphs:
             block_tables_BN=tables_TN,
         )
 
-    def hidden(self, inputs: ModelInputs, sampled_B: Tensor | None = None) -> Tensor | None:
-        """Compute a decode step by replaying a CUDA graph. Return its hidden states TE, valid until the next call.
-
-        sampled_B: ids, on the device, of the step's first B input tokens, if the host does not know these ids yet.
-        Return None if the step is no decode step, or exceeds all captured shapes.
-        """
-        metadata = inputs.metadata
+    def bucket(self, metadata: AttentionMetadata) -> Bucket | None:
+        """Return the captured shape for a step; None if it is no decode step, or exceeds all captured shapes."""
         if not metadata.is_decode or metadata.block_tables_BN is None:
             return None
-        bucket = smallest(self.shapes, *metadata.block_tables_BN.shape)
-        if bucket is None:
-            return None
-        self._fill(bucket, inputs)
-        if sampled_B is not None:  # the host does not know the first token ids yet
-            self._device[: len(sampled_B)].copy_(sampled_B)
-        return self._replays[bucket]()[: len(inputs.token_ids_T)]
+        return smallest(self.shapes, *metadata.block_tables_BN.shape)
 
-    def _fill(self, bucket: Bucket, inputs: ModelInputs) -> None:
-        """Copy a decode step's inputs, padded to the bucket, to the device, once the previous step's copy is done."""
-        if self._copied is not None:
-            self._copied.synchronize()
+    def fill(self, bucket: Bucket, inputs: ModelInputs, others: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Copy a decode step's inputs, padded to the bucket, to the device. Return other arrays on the device.
+
+        All take one copy from the host. The next `replay` reads the inputs.
+        """
         metadata = inputs.metadata
         assert metadata.slot_mapping_T is not None
         assert metadata.block_tables_BN is not None
         rows, width = metadata.block_tables_BN.shape
-        ids_T, positions_T, slots_T, tables_TN = bucket.views(self._host)
-        for static_T, values_T, padding in (
+        numbers = np.empty(bucket.num_numbers, dtype=np.int64)
+        ids_T, positions_T, slots_T, tables_TN = (part.numpy() for part in bucket.views(torch.from_numpy(numbers)))
+        for padded_T, values_T, padding in (
             (ids_T, inputs.token_ids_T, 0),
             (positions_T, metadata.positions_T, 0),
             (slots_T, metadata.slot_mapping_T, self._scratch_slot),
         ):
-            static_T[:rows] = values_T
-            static_T[rows:] = padding
-        tables_TN[:rows, :width] = metadata.block_tables_BN
+            padded_T[:rows] = values_T.numpy()
+            padded_T[rows:] = padding
+        tables_TN[:rows, :width] = metadata.block_tables_BN.numpy()
         tables_TN[:rows, width:] = self._scratch_block
         tables_TN[rows:] = self._scratch_block
-        count = bucket.num_numbers
-        self._device[:count].copy_(self._host[:count], non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
+        copied_N, *tensors = copy_to_device(self._device.device, [numbers, *others])
+        self._device[: len(copied_N)].copy_(copied_N)
+        return tensors
+
+    def replay(self, bucket: Bucket, num_rows: int, sampled_B: Tensor | None = None) -> Tensor:
+        """Compute a decode step by replaying a CUDA graph. Return its hidden states TE, valid until the next call.
+
+        sampled_B: ids, on the device, of the step's first B input tokens, if the host does not know these ids yet.
+        """
+        if sampled_B is not None:
+            self._device[: len(sampled_B)].copy_(sampled_B)
+        return self._replays[bucket]()[:num_rows]

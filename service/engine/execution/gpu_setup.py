@@ -20,7 +20,7 @@ from model.gpu.quantization import choose as select_quantization
 from model.kernels.kernel_library import KernelLibrary
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
-from model.sampling.sampler import sample, top_logprobs
+from model.sampling.sampler import logprob_table, sample
 from service.engine.execution.cuda_graphs import Capture, CudaCapture, DecodeGraphs, buckets
 
 logger = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
         block_tables_BN=torch.arange(count).repeat(len(lengths), 1),
     ).to(device)
     x_TE = model.hidden(torch.zeros(len(positions_T), dtype=torch.int64, device=device), metadata, cache)
-    top_logprobs(model.logits(x_TE), [0] * len(x_TE), num_top=1)
+    logprob_table(model.logits(x_TE), torch.zeros(len(x_TE), dtype=torch.int64, device=device), num_top=1)
     rows = x_TE[:1].expand(largest.num_sampled, -1)
     params = [SamplingParams(max_tokens=1, top_p=0.9)] * largest.num_sampled
     sample(model.logits(rows), params, range(largest.num_sampled))

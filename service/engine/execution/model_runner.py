@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -18,8 +18,14 @@ from model.native.native_adapters import NativeAdapters
 from model.native.native_transformer import Decoded, NativeTransformer, to_native
 from model.nn.transformer import Transformer
 from model.sampling.logits_processors import mask_logits
-from model.sampling.params import SamplingParams
-from model.sampling.sampler import NO_TOKEN, most_likely, sample, top_logprobs
+from model.sampling.sampler import (
+    NO_TOKEN,
+    logprob_table,
+    most_likely,
+    read_logprobs,
+    sample,
+    sampling_arrays,
+)
 from model.system.device_copy import copy_to_device
 from service.engine.execution.adapted_linear import LinearAdapters
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
@@ -39,6 +45,19 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     pooled: dict[str, NDArray[np.float64]] = {}  # uid to the sum of hidden states, E, of `ModelInputs.pooled_rows`
     # Indices of packed tokens with NaN or infinity, whose sampled tokens and logprobs are invalid.
     non_finite: frozenset[int] = frozenset()
+
+
+class _Scored(NamedTuple):
+    """Rows of logits whose logprobs are requested. token_ids: scored tokens of a prompt; None: the sampled tokens."""
+
+    rows: Sequence[int]
+    token_ids: Sequence[int] | None
+    num_top: int
+
+    @property
+    def arrays(self) -> list[NDArray[np.int64]]:
+        given = () if self.token_ids is None else self.token_ids
+        return [np.array(self.rows, dtype=np.int64), np.array(given, dtype=np.int64)]
 
 
 class ModelRunner:
@@ -97,9 +116,9 @@ class ModelRunner:
         The step must not need token rules, grammar masks or logprobs. The caller may overwrite the inputs once
         `launch` returns.
         """
-        _, logits_RV, sums_T = self._compute(inputs)
-        self._sampled_B = sample(logits_RV[: len(inputs.params)], inputs.params, inputs.positions)
-        wait = _copy_to_host(self._sampled_B, sums_T)
+        _, logits_RV, sums_T, tensors = self._compute(inputs, self._sampling_arrays(inputs))
+        self._sampled_B = _sample(logits_RV, inputs, self._kernels, tensors)
+        wait = _copy_to_host([self._sampled_B, sums_T])
 
         def read() -> StepOutputs:
             ids_B, sums_T = wait()
@@ -107,25 +126,50 @@ class ModelRunner:
 
         return read
 
-    def _compute(self, inputs: ModelInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Run the model on a step's inputs. Return the hidden states TE, the requested logits RV, and their `_sums`."""
-        metadata, rows_R = inputs.metadata, inputs.metadata.logit_rows_R
-        sampled_B = self._sampled_B if inputs.previous_rows else None
-        if sampled_B is not None and inputs.previous_rows != tuple(range(len(sampled_B))):
-            sampled_B = sampled_B[copy_to_device(self._device, [np.array(inputs.previous_rows)])[0]]
-        x_TE = None if self._graphs is None or inputs.adapters else self._graphs.hidden(inputs, sampled_B)
-        if x_TE is None:
-            metadata, (token_ids_T,) = metadata.to_device(self._device, [inputs.token_ids_T])
+    def _sampling_arrays(self, inputs: ModelInputs) -> list[NDArray[Any]]:
+        """Return the arrays that sampling needs on a GPU; none on a CPU, where sampling makes them itself."""
+        if not self.is_asynchronous:
+            return []
+        vocab_size = min(self._vocab_size, self._model.config.vocab_size)
+        return sampling_arrays(
+            vocab_size, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules
+        )
+
+    def _compute(
+        self, inputs: ModelInputs, arrays: Sequence[NDArray[Any]]
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Run the model on a step's inputs, after one copy to its device of the inputs and of other arrays.
+
+        Return the hidden states TE, the requested logits RV, their `_sums`, and the tensors of the arrays.
+        """
+        metadata, rows_R, graphs = inputs.metadata, inputs.metadata.logit_rows_R, self._graphs
+        given = [np.array(inputs.previous_rows, dtype=np.int64), *arrays]
+        if graphs is None or inputs.adapters or (bucket := graphs.bucket(metadata)) is None:
+            given = [inputs.token_ids_T.numpy(), *given]
+            metadata, (token_ids_T, previous_B, *tensors) = metadata.to_device(self._device, given)
             rows_R = metadata.logit_rows_R
-            if sampled_B is not None:
+            if (sampled_B := self._previous(inputs, previous_B)) is not None:
                 token_ids_T = torch.cat((sampled_B, token_ids_T[len(sampled_B) :]))
             x_TE = self._hidden(token_ids_T, metadata, inputs.adapters)
-        elif rows_R is not None:
-            (rows_R,) = copy_to_device(self._device, [rows_R.numpy()])
+        else:
+            given += [] if rows_R is None else [rows_R.numpy()]
+            previous_B, *tensors = graphs.fill(bucket, inputs, given)
+            rows_R = None if rows_R is None else tensors.pop()
+            x_TE = graphs.replay(bucket, len(inputs.token_ids_T), self._previous(inputs, previous_B))
         logits_RV = self._model.logits(x_TE if rows_R is None else x_TE.index_select(0, rows_R))
         if logits_RV.shape[1] > self._vocab_size:
             logits_RV = logits_RV[:, : self._vocab_size]
-        return x_TE, logits_RV, _sums(x_TE, logits_RV, rows_R)
+        return x_TE, logits_RV, _sums(x_TE, logits_RV, rows_R), tensors
+
+    def _previous(self, inputs: ModelInputs, rows_B: Tensor) -> Tensor | None:
+        """Return the first token ids of a step if only the device knows them, else None.
+
+        rows_B: `previous_rows`, on the device.
+        """
+        if not inputs.previous_rows or self._sampled_B is None:
+            return None
+        is_same = inputs.previous_rows == tuple(range(len(self._sampled_B)))
+        return self._sampled_B if is_same else self._sampled_B[rows_B]
 
     def _hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, runs: tuple[tuple[str, int], ...]) -> Tensor:
         """Return the hidden states TE of a step. `runs`: as `ModelInputs.adapters`."""
@@ -153,36 +197,43 @@ class ModelRunner:
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
         """Run the model and sample. `decoded`: native kernels' result of a decode step, which replaces the run."""
+        scored = _scored(inputs)
+        arrays = [array for its in scored for array in its.arrays]
+        sums_BE: Sequence[Tensor] = ()
         if decoded is None:
-            x_TE, logits_RV, sums_T = self._compute(inputs)
-            ids_B = _sample(logits_RV, inputs, self._kernels)
-            if not ids_B.is_cpu:
-                ids_B, sums_T = _copy_to_host(ids_B, sums_T)()
+            sampling = self._sampling_arrays(inputs)
+            x_TE, logits_RV, sums_T, tensors = self._compute(inputs, [*sampling, *arrays])
+            ids_B = _sample(logits_RV, inputs, self._kernels, tensors[: len(sampling)])
+            tables = _logprob_tables(logits_RV, ids_B, scored, tensors[len(sampling) :])
+            pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else []
+            ids_B, sums_T, *others = _copy_to_host([ids_B, sums_T, *tables, *pooled])()
+            tables, sums_BE = others[: len(tables)], others[len(tables) :]
             token_ids, non_finite = ids_B.tolist(), _non_finite(sums_T)
         else:
             likely, logits_RV = decoded
             token_ids = likely if _is_plain_greedy(inputs) else _sample(logits_RV, inputs, self._kernels).tolist()
-            x_TE = logits_RV  # unused: decode steps pool no hidden states
+            tables = []
+            if scored:
+                tensors = copy_to_device(self._device, arrays)
+                tables = _logprob_tables(logits_RV, torch.tensor(token_ids), scored, tensors)
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
         token_ids = [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
         if inputs.masks is not None:
             for row, allowed_V in zip(inputs.masks.rows, inputs.masks.allowed.result(), strict=True):
                 if not allowed_V.any():
                     token_ids[row] = None
-        pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else {}
-        for chunk, row in inputs.pooled_rows:
-            if not np.isfinite(pooled[chunk.uid]).all():
+        for (_, row), sums_E in zip(inputs.pooled_rows, sums_BE, strict=True):
+            if not sums_E.isfinite().all():
                 non_finite.add(row)
+        logprobs: list[TokenLogprob | None] = []
+        if inputs.wants_logprobs:
+            logprobs = _sampled_logprobs(inputs, token_ids, scored.pop(0).rows, tables.pop(0))
+        prompts = zip(inputs.prompt_rows, scored, tables, strict=True)
         return StepOutputs(
             token_ids=token_ids,
-            logprobs=_sampled_logprobs(logits_RV, token_ids, inputs.params) if inputs.wants_logprobs else [],
-            prompt_logprobs={
-                chunk.uid: _token_logprobs(
-                    logits_RV[row : row + len(chunk.scored_ids)], chunk.scored_ids, chunk.params.prompt_logprobs or 0
-                )
-                for chunk, row in inputs.prompt_rows
-            },
-            pooled=pooled,
+            logprobs=logprobs,
+            prompt_logprobs={chunk.uid: _entries(its.token_ids or (), table) for (chunk, _), its, table in prompts},
+            pooled={chunk.uid: sums_E.numpy() for (chunk, _), sums_E in zip(inputs.pooled_rows, sums_BE, strict=True)},
             non_finite=frozenset(non_finite),
         )
 
@@ -191,11 +242,10 @@ class ModelRunner:
         """True if the model is on a GPU: the host is free while a launched step is computed."""
         return self._device.type == "cuda"
 
-    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[tuple[Chunk, int]]) -> dict[str, NDArray[np.float64]]:
-        """Return, by uid, the sum E of hidden states after the final norm, over a chunk's tokens that are pooled."""
+    def _pool(self, x_TE: Tensor, pooled_rows: Sequence[tuple[Chunk, int]]) -> list[Tensor]:
+        """Return, for each chunk, the sum E of hidden states after the final norm over its tokens that are pooled."""
         chunks = (x_TE[row : row + chunk.num_pooled] for chunk, row in pooled_rows)
-        sums_BE = torch.stack([self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks])
-        return dict(zip((chunk.uid for chunk, _ in pooled_rows), sums_BE.cpu().numpy(), strict=True))
+        return [self._model.final_norm(chunk_XE).double().sum(dim=0) for chunk_XE in chunks]
 
     def attention_weights(self, token_ids: Sequence[int], *, layer: int, heads: Sequence[int]) -> bytes:
         """Return a text's attention weights in a layer: each head's lower triangle, float32 bytes. Uses no KV-cache."""
@@ -205,18 +255,23 @@ class ModelRunner:
         return weights_HTT[:, rows, columns].numpy().tobytes()
 
 
-def _copy_to_host(ids_B: Tensor, sums_T: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Start one asynchronous copy of both tensors to the host. Return a function that waits for the copies."""
-    if ids_B.is_cpu:
-        return lambda: (ids_B, sums_T)
-    packed = torch.cat((ids_B, sums_T.double().view(torch.int64)))
+def _copy_to_host(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
+    """Start one asynchronous copy of all tensors to the host. Return a function that waits for the copy.
+
+    Integers arrive as int64, and other numbers as float64.
+    """
+    if tensors[0].is_cpu:
+        return lambda: tensors
+    parts = [x.double().view(torch.int64) if x.is_floating_point() else x for x in tensors]
+    packed = torch.cat([part.flatten() for part in parts])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True).copy_(packed, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
-    def wait() -> tuple[Tensor, Tensor]:
+    def wait() -> Sequence[Tensor]:
         copied.synchronize()
-        return host[: len(ids_B)], host[len(ids_B) :].view(torch.float64)
+        arrived = zip(tensors, host.split([x.numel() for x in tensors]), strict=True)
+        return [(y.view(torch.float64) if x.is_floating_point() else y).view(x.shape) for x, y in arrived]
 
     return wait
 
@@ -246,38 +301,63 @@ def _is_plain_greedy(inputs: ModelInputs) -> bool:
     return inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None
 
 
-def _sample(logits_RV: Tensor, inputs: ModelInputs, kernels: KernelLibrary | None) -> Tensor:
-    """Sample one token per entry of `inputs.params`. A row without an allowed token gets any id or `NO_TOKEN`."""
+def _sample(
+    logits_RV: Tensor, inputs: ModelInputs, kernels: KernelLibrary | None, tensors: Sequence[Tensor] = ()
+) -> Tensor:
+    """Sample one token per entry of `inputs.params`. A row without an allowed token gets any id or `NO_TOKEN`.
+
+    tensors: `sampling_arrays` of the inputs on a GPU; empty on a CPU.
+    """
     logits_BV = logits_RV[: len(inputs.params)]
     if _is_plain_greedy(inputs):
         return torch.as_tensor(most_likely(logits_BV))
     if inputs.masks is not None:
         logits_BV = mask_logits(logits_BV, inputs.masks.rows, torch.from_numpy(inputs.masks.allowed.result()))
     return sample(
-        logits_BV, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels
-    )
+        *(logits_BV, inputs.params, inputs.positions),
+        forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels, tensors=tensors,
+    )  # fmt: skip
+
+
+def _scored(inputs: ModelInputs) -> list[_Scored]:
+    """Return the rows whose logprobs are requested: those of sampled tokens, if any, then those of each prompt."""
+    scored = []
+    if inputs.wants_logprobs:
+        asked = [(row, param.logprobs) for row, param in enumerate(inputs.params) if param.logprobs is not None]
+        scored.append(_Scored([row for row, _ in asked], None, max(count for _, count in asked)))
+    for chunk, row in inputs.prompt_rows:
+        rows = range(row, row + len(chunk.scored_ids))
+        scored.append(_Scored(rows, chunk.scored_ids, chunk.params.prompt_logprobs or 0))
+    return scored
+
+
+def _logprob_tables(
+    logits_RV: Tensor, ids_B: Tensor, scored: Sequence[_Scored], tensors: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the `logprob_table` of each entry of `scored`. tensors: the entries' arrays on the logits' device."""
+    tables = []
+    for its, rows_X, ids_X in zip(scored, tensors[::2], tensors[1::2], strict=True):
+        if its.token_ids is None:
+            tables.append(logprob_table(logits_RV[rows_X], ids_B[rows_X].clamp(min=0), its.num_top))
+        else:  # rows without a gap, which need no copy
+            tables.append(logprob_table(logits_RV[its.rows[0] : its.rows[-1] + 1], ids_X, its.num_top))
+    return tables
+
+
+def _entries(token_ids: Sequence[int | None], table: Tensor) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=tuple(top))
+        for token_id, (logprob, rank, top) in zip(token_ids, read_logprobs(table), strict=True)
+        if token_id is not None
+    ]
 
 
 def _sampled_logprobs(
-    logits_RV: Tensor, token_ids: Sequence[int | None], params: Sequence[SamplingParams]
+    inputs: ModelInputs, token_ids: Sequence[int | None], rows: Sequence[int], table: Tensor
 ) -> list[TokenLogprob | None]:
-    """Return each row's logprob of the sampled token; None without a token, or if its request wants no logprobs."""
-    asked = {row: token_ids[row] for row, param in enumerate(params) if param.logprobs is not None}
-    entries: list[TokenLogprob | None] = [None] * len(params)
-    known = {row: token_id for row, token_id in asked.items() if token_id is not None}
-    if known:
-        num_top = max(params[row].logprobs or 0 for row in known)
-        (rows_R,) = copy_to_device(logits_RV.device, [np.array(list(known))])
-        found = _token_logprobs(logits_RV[rows_R], list(known.values()), num_top)
-        for row, entry in zip(known, found, strict=True):
-            wanted = params[row].logprobs or 0
-            entries[row] = msgspec.structs.replace(entry, top=entry.top[:wanted])
+    """Return the logprob of each sampled token; None if its request asks for no logprobs, or no token was sampled."""
+    entries: list[TokenLogprob | None] = [None] * len(token_ids)
+    known = [row for row in rows if token_ids[row] is not None]
+    for row, entry in zip(known, _entries([token_ids[row] for row in rows], table), strict=True):
+        entries[row] = msgspec.structs.replace(entry, top=entry.top[: inputs.params[row].logprobs or 0])
     return entries
-
-
-def _token_logprobs(logits_RV: Tensor, token_ids: Sequence[int], num_top: int) -> list[TokenLogprob]:
-    found = top_logprobs(logits_RV, token_ids, num_top)
-    return [
-        TokenLogprob(token_id=token_id, logprob=logprob, rank=rank, top=tuple(top))
-        for token_id, (logprob, rank, top) in zip(token_ids, found, strict=True)
-    ]

@@ -1,63 +1,91 @@
-"""Replacement of a model's parts by fused GPU kernels, tested on a CPU with fake kernels."""
+"""A model with fused kernels computes and caches the same: in Triton's interpreter, on the CPU."""
 
 import sys
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
+from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.gpu.fused_modules import fuse
-from model.nn.layers import RMSNorm, rms_norm
-from model.nn.position_embeddings import rotate_each
+from model.nn.layers import Norm
 from model.nn.transformer import Transformer
-from tests.model.configs import VARIANTS, build
+from model.system.triton_modules import import_with_triton
+from tests.model.configs import VARIANTS, attention_layers, build
 
-CALLS: list[str] = []
-
-
-def norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    CALLS.append("norm")
-    return functional.rms_norm(x.float(), x.shape[-1:], weight.float() + unit_offset, eps).to(x.dtype)
-
-
-def rotation(q: Tensor, k: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    CALLS.append("rotation")
-    return rotate_each(q, k, angles)
+BLOCK = 4
+# Sequences of 6 and of 3 tokens in blocks 2, 0 and 1: a step of prompts, then a step of one token each.
+STEPS = (((5, 2), (5, 2)), ((1, 1), (6, 3)))
+TABLES = torch.tensor([[2, 0], [1, 1]])
 
 
-def product(gate_up: Tensor) -> Tensor:
-    CALLS.append("product")
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run Triton kernels in Triton's interpreter, as the environment variable TRITON_INTERPRET does at an import."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        InterpretedFunction(kernel.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(
+        JITFunction, "__call__", lambda kernel, *args, **its: InterpretedFunction(kernel.fn)(*args, **its)
+    )
 
 
-@pytest.fixture(autouse=True)
-def _fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels: Any = SimpleNamespace(rms_norm=norm, rotate_pair=rotation, silu_product=product)
-    monkeypatch.setitem(sys.modules, "model.gpu.fused_kernels", kernels)
-    CALLS.clear()
+def run(model: Transformer, dtype: torch.dtype, cache_dtype: torch.dtype | None) -> tuple[list[Tensor], KVCache]:
+    """Return the hidden states of both steps, and the KV-cache."""
+    cache = KVCache(model.config, num_blocks=3, block_size=BLOCK, dtype=dtype, device="cpu", cache_dtype=cache_dtype)
+    outputs = []
+    for queries, contexts in STEPS:
+        parts = [torch.arange(end - count, end) for count, end in zip(queries, contexts, strict=True)]
+        rows = torch.tensor([0, 1]).repeat_interleave(torch.tensor(queries))
+        positions = torch.cat(parts)
+        metadata = AttentionMetadata(
+            query_lengths=queries,
+            context_lengths=contexts,
+            positions_T=positions,
+            slot_mapping_T=TABLES[rows, positions // BLOCK] * BLOCK + positions % BLOCK,
+            block_tables_BN=TABLES,
+        )
+        outputs.append(model.hidden(7 * rows + positions, metadata, cache).float())
+    return outputs, cache
 
 
-def logits(model: Transformer) -> Tensor:
-    return model(torch.arange(20), AttentionMetadata.uncached((20,)), None)
-
-
-@pytest.mark.parametrize("variant", ["rotary-gqa", "rotary-partial", "gemma", "olmo2", "gpt2", "qwen2"])
-def test_a_fused_model_computes_the_same(variant: str) -> None:
-    model = build(VARIANTS[variant])
-    names = list(model.state_dict())
-    expected = logits(model)
-    fuse(model)
-    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
-    assert list(model.state_dict()) == names
-    used = {"gpt2": set(), "gemma": {"norm", "rotation"}}.get(variant, {"norm", "rotation", "product"})
-    assert set(CALLS) == used
-    if variant == "rotary-gqa":  # two norms per layer, two for queries and keys, and the final norm
-        assert [CALLS.count(name) for name in ("norm", "rotation", "product")] == [2 * 4 + 1, 2, 2]
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    ("variant", "dtype", "cache_dtype"),
+    [
+        ("rotary-gqa", torch.float32, None),
+        ("hunyuan", torch.bfloat16, torch.float16),
+        ("gpt2", torch.float32, torch.int8),
+    ],
+)
+@torch.inference_mode()
+def test_a_fused_model_computes_and_caches_the_same(
+    variant: str, dtype: torch.dtype, cache_dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interpret(monkeypatch)
+    plain, fused = (build(VARIANTS[variant]).to(dtype) for _ in range(2))
+    triton_decode: Any = import_with_triton("model.attention.triton_decode")
+    # The interpreter's matrix products know no bfloat16.
+    decode = gathered if dtype is torch.bfloat16 else triton_decode.attend
+    for attention in attention_layers(fused):
+        attention.backend = PagedAttention(decode, one_by_one)
+    fuse(fused)
+    assert all(module.fused is not None for module in fused.modules() if isinstance(module, Norm))
+    assert list(fused.state_dict()) == list(plain.state_dict())
+    (expected, expected_cache), (found, cache) = (run(model, dtype, cache_dtype) for model in (plain, fused))
+    tolerance = 1e-4 if dtype is torch.float32 and cache_dtype is None else 3e-2
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
+    slots = torch.tensor([8, 9, 10, 11, 0, 1, 4, 5, 6])  # the slots of all tokens
+    for layer in range(plain.config.num_layers):
+        for ours, theirs in zip(cache.gather(layer, slots), expected_cache.gather(layer, slots), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
 
 
 def test_without_triton_or_in_float64_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,4 +93,4 @@ def test_without_triton_or_in_float64_the_model_is_unchanged(monkeypatch: pytest
     monkeypatch.setitem(cast(dict[str, Any], sys.modules), "model.gpu.fused_kernels", None)
     fuse(single := build(VARIANTS["rotary-gqa"]))
     for model in (double, single):
-        assert {module.normalize for module in model.modules() if isinstance(module, RMSNorm)} == {rms_norm}
+        assert all(module.fused is None for module in model.modules() if isinstance(module, Norm))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from model.sampling import sampler
 from model.sampling.params import SamplingParams
-from model.sampling.sampler import can_sample_without_host, most_likely, top_logprobs, uniform
+from model.sampling.sampler import can_sample_without_host, logprob_table, most_likely, read_logprobs, uniform
 from tests.model.kernel_libraries import BUILDABLE, library_of
 
 VOCAB = 50
@@ -26,6 +26,11 @@ def sample(logits_BV: torch.Tensor, params: Any, positions: Any, **constraints: 
         found = sampler.sample(logits_BV, params, positions, **constraints, kernels=library_of(level))
         assert found.tolist() == ids, level
     return ids
+
+
+def top_logprobs(logits_RV: torch.Tensor, token_ids: Any, num_top: int) -> list[tuple[float, int, list[Any]]]:
+    """Return for each row the logprob and rank of its token, and the (id, logprob) pairs of the most likely tokens."""
+    return read_logprobs(logprob_table(logits_RV, torch.tensor(list(token_ids)), num_top))
 
 
 def naive_distribution(logits: list[float], params: SamplingParams) -> list[float]:

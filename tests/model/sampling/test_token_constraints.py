@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.sampling.logits_processors import obey
+from model.sampling.logits_processors import obey, rule_arrays
 from model.sampling.params import SamplingParams
-from model.sampling.sampler import NO_TOKEN, sample, top_logprobs
+from model.sampling.sampler import NO_TOKEN, sample
 from model.sampling.token_constraints import TokenRules
+from tests.model.sampling.test_sampler import top_logprobs
 
 VOCAB = 12
 
@@ -54,7 +55,8 @@ def rules_of(params: SamplingParams, prompt: list[int], completion: list[int]) -
 
 def apply(logits_BV: torch.Tensor, rows: Sequence[Row]) -> tuple[torch.Tensor, list[TokenRules | None]]:
     rules = [rules_of(*row) for row in rows]
-    return obey(logits_BV, rules, [() if its is None else its.forbidden for its in rules])[0], rules
+    arrays = rule_arrays(VOCAB, rules, [() if its is None else its.forbidden for its in rules])
+    return obey(logits_BV, list(map(torch.from_numpy, arrays)))[0], rules
 
 
 @settings(max_examples=300, deadline=None)
@@ -89,8 +91,8 @@ def test_appended_and_rebuilt_rules_are_equal(row: Row, cut: int) -> None:
 def test_rows_without_rules_are_not_copied() -> None:
     logits = torch.randn(3, VOCAB)
     assert not SamplingParams(max_tokens=1, top_k=3, min_tokens=1).has_token_rules
-    assert obey(logits, (), ()) == (logits, False)
-    left, may_leave_none = obey(logits, (None,) * 3, ((),) * 3)
+    assert rule_arrays(VOCAB, (), ()) == rule_arrays(VOCAB, (None,) * 3, ((),) * 3) == []
+    left, may_leave_none = obey(logits, [])
     assert left is logits
     assert not may_leave_none
 
