@@ -48,7 +48,7 @@ class Dispatcher:
         self._workers.remove(chosen)
         self._workers.append(chosen)
         blocks = self._blocks[chosen]
-        for content in hashes:
+        for content in reversed(hashes):  # a prefix is useless without its beginning, which is dropped last
             blocks[content] = None
             blocks.move_to_end(content)
         limit = _MAX_BLOCKS if chosen.last_ready is None else min(_MAX_BLOCKS, chosen.last_ready.num_blocks)

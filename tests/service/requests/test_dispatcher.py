@@ -92,11 +92,13 @@ def test_a_new_process_holds_no_prefix(pair: Pair) -> None:
 
 
 def test_only_as_many_blocks_are_known_as_a_worker_can_hold(pair: Pair) -> None:
-    """Each worker's KV-cache has 8 blocks. A long prompt leaves no room for an earlier one."""
+    """Each worker's KV-cache has 8 blocks. Of an earlier prompt, the last blocks are forgotten first."""
     first = pair.choose(LONG)
     pair.workers[1 - first].num_tokens = 1
     assert pair.choose(tuple(range(100, 128))) == first
-    pair.workers[1 - first].num_tokens, pair.workers[first].num_tokens = 0, 1
+    pair.workers[1 - first].num_tokens, pair.workers[first].num_tokens = 0, 31
+    assert pair.choose(LONG[:4]) == first, "its first block is known, and worth 32 tokens"
+    pair.workers[first].num_tokens = 33
     assert pair.choose(LONG) != first
 
 
