@@ -1,8 +1,8 @@
 """Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -45,19 +45,6 @@ class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     pooled: dict[str, NDArray[np.float64]] = {}  # uid to the sum of hidden states, E, of `ModelInputs.pooled_rows`
     # Indices of packed tokens with NaN or infinity, whose sampled tokens and logprobs are invalid.
     non_finite: frozenset[int] = frozenset()
-
-
-class _Scored(NamedTuple):
-    """Rows of logits whose logprobs are requested. token_ids: scored tokens of a prompt; None: the sampled tokens."""
-
-    rows: Sequence[int]
-    token_ids: Sequence[int] | None
-    num_top: int
-
-    @property
-    def arrays(self) -> list[NDArray[np.int64]]:
-        given = () if self.token_ids is None else self.token_ids
-        return [np.array(self.rows, dtype=np.int64), np.array(given, dtype=np.int64)]
 
 
 class ModelRunner:
@@ -197,25 +184,22 @@ class ModelRunner:
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
         """Run the model and sample. `decoded`: native kernels' result of a decode step, which replaces the run."""
-        scored = _scored(inputs)
-        arrays = [array for its in scored for array in its.arrays]
-        sums_BE: Sequence[Tensor] = ()
+        arrays, tables, sums_BE = _logprob_arrays(inputs), list[Tensor](), list[Tensor]()
         if decoded is None:
             sampling = self._sampling_arrays(inputs)
             x_TE, logits_RV, sums_T, tensors = self._compute(inputs, [*sampling, *arrays])
             ids_B = _sample(logits_RV, inputs, self._kernels, tensors[: len(sampling)])
-            tables = _logprob_tables(logits_RV, ids_B, scored, tensors[len(sampling) :])
-            pooled = self._pool(x_TE, inputs.pooled_rows) if inputs.pooled_rows else []
-            ids_B, sums_T, *others = _copy_to_host([ids_B, sums_T, *tables, *pooled])()
-            tables, sums_BE = others[: len(tables)], others[len(tables) :]
+            found = _logprob_tables(logits_RV, ids_B, inputs, tensors[len(sampling) :])
+            pooled = self._pool(x_TE, inputs.pooled_rows)
+            ids_B, sums_T, *tables = _copy_to_host([ids_B, sums_T, *found, *pooled])()
+            tables, sums_BE = tables[: len(arrays)], tables[len(arrays) :]
             token_ids, non_finite = ids_B.tolist(), _non_finite(sums_T)
         else:
             likely, logits_RV = decoded
             token_ids = likely if _is_plain_greedy(inputs) else _sample(logits_RV, inputs, self._kernels).tolist()
-            tables = []
-            if scored:
+            if arrays:
                 tensors = copy_to_device(self._device, arrays)
-                tables = _logprob_tables(logits_RV, torch.tensor(token_ids), scored, tensors)
+                tables = list(_logprob_tables(logits_RV, torch.tensor(token_ids), inputs, tensors))
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
         token_ids = [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
         if inputs.masks is not None:
@@ -225,14 +209,12 @@ class ModelRunner:
         for (_, row), sums_E in zip(inputs.pooled_rows, sums_BE, strict=True):
             if not sums_E.isfinite().all():
                 non_finite.add(row)
-        logprobs: list[TokenLogprob | None] = []
-        if inputs.wants_logprobs:
-            logprobs = _sampled_logprobs(inputs, token_ids, scored.pop(0).rows, tables.pop(0))
-        prompts = zip(inputs.prompt_rows, scored, tables, strict=True)
+        logprobs = _sampled_logprobs(inputs, token_ids, tables.pop(0)) if inputs.wants_logprobs else []
+        prompts = zip(inputs.prompt_rows, tables, strict=True)
         return StepOutputs(
             token_ids=token_ids,
             logprobs=logprobs,
-            prompt_logprobs={chunk.uid: _entries(its.token_ids or (), table) for (chunk, _), its, table in prompts},
+            prompt_logprobs={chunk.uid: _entries(chunk.scored_ids, table) for (chunk, _), table in prompts},
             pooled={chunk.uid: sums_E.numpy() for (chunk, _), sums_E in zip(inputs.pooled_rows, sums_BE, strict=True)},
             non_finite=frozenset(non_finite),
         )
@@ -319,29 +301,26 @@ def _sample(
     )  # fmt: skip
 
 
-def _scored(inputs: ModelInputs) -> list[_Scored]:
-    """Return the rows whose logprobs are requested: those of sampled tokens, if any, then those of each prompt."""
-    scored = []
-    if inputs.wants_logprobs:
-        asked = [(row, param.logprobs) for row, param in enumerate(inputs.params) if param.logprobs is not None]
-        scored.append(_Scored([row for row, _ in asked], None, max(count for _, count in asked)))
-    for chunk, row in inputs.prompt_rows:
-        rows = range(row, row + len(chunk.scored_ids))
-        scored.append(_Scored(rows, chunk.scored_ids, chunk.params.prompt_logprobs or 0))
-    return scored
+def _rows_with_logprobs(inputs: ModelInputs) -> list[int]:
+    return [row for row, param in enumerate(inputs.params) if param.logprobs is not None]
+
+
+def _logprob_arrays(inputs: ModelInputs) -> list[NDArray[Any]]:
+    """Return the arrays of `_logprob_tables`: the rows of sampled tokens, if any, then each prompt's scored tokens."""
+    sampled = [np.array(_rows_with_logprobs(inputs))] if inputs.wants_logprobs else []
+    return [*sampled, *(np.array(chunk.scored_ids) for chunk, _ in inputs.prompt_rows)]
 
 
 def _logprob_tables(
-    logits_RV: Tensor, ids_B: Tensor, scored: Sequence[_Scored], tensors: Sequence[Tensor]
-) -> list[Tensor]:
-    """Return the `logprob_table` of each entry of `scored`. tensors: the entries' arrays on the logits' device."""
-    tables = []
-    for its, rows_X, ids_X in zip(scored, tensors[::2], tensors[1::2], strict=True):
-        if its.token_ids is None:
-            tables.append(logprob_table(logits_RV[rows_X], ids_B[rows_X].clamp(min=0), its.num_top))
-        else:  # rows without a gap, which need no copy
-            tables.append(logprob_table(logits_RV[its.rows[0] : its.rows[-1] + 1], ids_X, its.num_top))
-    return tables
+    logits_RV: Tensor, ids_B: Tensor, inputs: ModelInputs, tensors: Sequence[Tensor]
+) -> Iterator[Tensor]:
+    """Return the `logprob_table` of sampled tokens, if any, and of each prompt. tensors: `_logprob_arrays`."""
+    if inputs.wants_logprobs:
+        rows_X, *tensors = tensors
+        num_top = max(param.logprobs or 0 for param in inputs.params)
+        yield logprob_table(logits_RV[rows_X], ids_B[rows_X].clamp(min=0), num_top)
+    for (chunk, row), ids_X in zip(inputs.prompt_rows, tensors, strict=True):
+        yield logprob_table(logits_RV[row : row + len(ids_X)], ids_X, chunk.params.prompt_logprobs or 0)
 
 
 def _entries(token_ids: Sequence[int | None], table: Tensor) -> list[TokenLogprob]:
@@ -352,11 +331,10 @@ def _entries(token_ids: Sequence[int | None], table: Tensor) -> list[TokenLogpro
     ]
 
 
-def _sampled_logprobs(
-    inputs: ModelInputs, token_ids: Sequence[int | None], rows: Sequence[int], table: Tensor
-) -> list[TokenLogprob | None]:
+def _sampled_logprobs(inputs: ModelInputs, token_ids: Sequence[int | None], table: Tensor) -> list[TokenLogprob | None]:
     """Return the logprob of each sampled token; None if its request asks for no logprobs, or no token was sampled."""
     entries: list[TokenLogprob | None] = [None] * len(token_ids)
+    rows = _rows_with_logprobs(inputs)
     known = [row for row in rows if token_ids[row] is not None]
     for row, entry in zip(known, _entries([token_ids[row] for row in rows], table), strict=True):
         entries[row] = msgspec.structs.replace(entry, top=entry.top[: inputs.params[row].logprobs or 0])
