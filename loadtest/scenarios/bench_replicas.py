@@ -169,18 +169,32 @@ def measure_failures(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_throughput(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the output tokens per second of one replica without a router, and of two behind one, in alternation."""
+    """Measure the output tokens per second of one replica without a router, and of two behind one, in alternation.
+
+    per_cpu_second: the same by CPU seconds of the replicas, which other programs on the machine change less.
+    """
     spec = WorkloadSpec(prompt_tokens=32, output_tokens=_LONG_TOKENS, whole_share=1.0)
-    rates: dict[int, list[float]] = {1: [], 2: []}
+    rates, per_cpu_second = {1: list[float](), 2: list[float]()}, {1: list[float](), 2: list[float]()}
     foreign_cores = []
     with deployed(arguments, spec, "round_robin") as (replicas, _, client, workload):
         requests, direct = map(workload.request, itertools.count()), CompletionClient(replicas[0].target)
-        for count, user in ((1, direct), (2, client)) * arguments.repeats:
-            foreign, taken = ForeignWork(), itertools.islice(requests, count * arguments.requests // 8)
-            rates[count].append(run_closed(user, taken, num_streams=count * arguments.streams).tokens_per_second)
+        first, second = (replica.processes() for replica in replicas)
+        for count, user, processes in ((1, direct, first), (2, client, first + second)) * arguments.repeats:
+            foreign, before = ForeignWork(), cpu_seconds(processes)
+            taken = itertools.islice(requests, count * arguments.requests // 8)
+            run = run_closed(user, taken, num_streams=count * arguments.streams)
+            rates[count].append(run.tokens_per_second)
+            tokens = sum(outcome.completion_tokens for outcome in run.outcomes)
+            per_cpu_second[count].append(tokens / max(cpu_seconds(processes) - before, 0.01))
             foreign_cores.append(round(foreign.cores(), 2))
         direct.close()
-    return {"tokens_per_second": rates, "ratio": ratio_spread(rates[2], rates[1]), "other_work_cores": foreign_cores}
+    return {
+        "tokens_per_second": rates,
+        "ratio": ratio_spread(rates[2], rates[1]),
+        "tokens_per_cpu_second": per_cpu_second,
+        "per_cpu_second_ratio": ratio_spread(per_cpu_second[2], per_cpu_second[1]),
+        "other_work_cores": foreign_cores,
+    }
 
 
 def mixed(arguments: argparse.Namespace) -> WorkloadSpec:
