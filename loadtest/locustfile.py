@@ -23,8 +23,8 @@ from locust.runners import LocalRunner
 
 from loadtest.client import report
 from loadtest.client.outcome import Ending, LoadRun, Outcome
-from loadtest.client.sse_client import COMPLETIONS_PATH, CompletionClient, Target, discover
-from loadtest.client.workload import add_workload_arguments, arrivals, spec_from_arguments
+from loadtest.client.sse_client import CompletionClient, Target, discover
+from loadtest.client.workload import LoadRequest, add_workload_arguments, arrivals, spec_from_arguments
 from loadtest.measurement.benchmark_program import add_options, provenance, write_result
 
 log = logging.getLogger("loadtest")
@@ -84,7 +84,7 @@ class CompletionUser(User):
             if seconds is not None:
                 self.environment.events.request.fire(
                     request_type=row,
-                    name=COMPLETIONS_PATH,
+                    name=LoadRequest.path,
                     response_time=1e3 * seconds,
                     response_length=len(outcome.text) if row == kind else 0,
                     exception=failure if row == kind else None,

@@ -1,4 +1,4 @@
-"""HTTP client of `/v1/completions` that records the arrival time of each streamed chunk when `recv` returns its bytes.
+"""HTTP client of OpenAI completions that records the arrival time of each streamed chunk when `recv` returns its bytes.
 
 Ordinary HTTP clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
 """
@@ -23,7 +23,6 @@ from gevent import socket
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.workload import LoadRequest, Passages, Workload, WorkloadSpec, tales
 
-COMPLETIONS_PATH = "/v1/completions"
 # For a service without `/tokenize`. A sentence full of names may have more than twice the expected tokens.
 _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
 
@@ -190,7 +189,8 @@ class CompletionReader:
             if (error := completion.get("error")) is not None:
                 self._error = f"{error.get('code') or error.get('type') or 'error'}: {error.get('message', '')}"
             for choice in completion.get("choices", ()):
-                text = str(choice.get("text") or "")
+                message = choice.get("delta") or choice.get("message") or choice
+                text = str(message.get("content") or message.get("text") or "")
                 outcome.text += text
                 if self._sse is not None and (text or choice.get("token_ids")):
                     outcome.chunk_seconds.append(self._now)
@@ -271,7 +271,12 @@ class CompletionClient:
         body = json.dumps(reader.request.body(model)).encode()
         headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
         headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization
-        lines = [f"POST {COMPLETIONS_PATH} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+        lines = [
+            f"POST {reader.request.path} HTTP/1.1",
+            *(f"{name}: {value}" for name, value in headers.items()),
+            "",
+            "",
+        ]
         reader.outcome.sent_seconds = time.perf_counter()
         try:
             with gevent.Timeout(self._timeout_seconds, TimeoutError):

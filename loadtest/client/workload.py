@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from loadtest.measurement.benchmark_program import add_options, described, options_of
 
@@ -68,8 +68,9 @@ class LoadRequest:
     return_token_ids: request token ids, so that each token is sent as an event, even if it ends within a character.
     """
 
+    path: ClassVar[str] = "/v1/completions"
     index: int
-    prompt: str | Sequence[int]
+    prompt: str | Sequence[int | str]
     max_tokens: int
     client: ClientKind = ClientKind.STREAMING
     cancel_after: int | None = None
@@ -85,6 +86,18 @@ class LoadRequest:
         if self.client is not ClientKind.WHOLE:
             body |= {"stream": True, "stream_options": {"include_usage": True}}  # `usage` has the exact token counts
         return body | ({"return_token_ids": True} if self.return_token_ids else {})
+
+
+class ChatRequest(LoadRequest):
+    """Request to `/v1/chat/completions`. `prompt` is the texts of a conversation, of user and assistant by turns."""
+
+    path = "/v1/chat/completions"
+
+    def body(self, model: str | None) -> dict[str, Any]:
+        """Return the JSON body of the request, as `LoadRequest.body`."""
+        body, roles = LoadRequest.body(self, model), itertools.cycle(("user", "assistant"))
+        messages = [{"role": role, "content": text} for role, text in zip(roles, body.pop("prompt"), strict=False)]
+        return body | {"messages": messages}
 
 
 class Passages:
@@ -137,7 +150,7 @@ class Workload:
 
     def __init__(self, spec: WorkloadSpec, passages: Passages) -> None:
         self.spec = spec
-        self._passages = passages
+        self.passages = passages
         # Number of the first passage. Neighbouring seeds get distant numbers.
         self._origin = random.Random(spec.seed).randrange(1 << 30)
 
@@ -147,7 +160,7 @@ class Workload:
         rng = random.Random((spec.seed << 32) + index)
         prompt, output, prefix = self._lengths(rng)
         output = min(output, spec.max_context_tokens // 2)
-        room = int((spec.max_context_tokens - output - _PROMPT_SLACK) / self._passages.overshoot)
+        room = int((spec.max_context_tokens - output - _PROMPT_SLACK) / self.passages.overshoot)
         client, cancel_after, share = ClientKind.STREAMING, None, rng.random()
         if share < spec.whole_share:
             client = ClientKind.WHOLE
@@ -182,11 +195,11 @@ class Workload:
     def _prompt(self, index: int, prefix: int | None, num_tokens: int) -> str:
         own = self._origin + NUM_PREFIXES + index
         if prefix is None:
-            return self._passages.cut(own, num_tokens)
+            return self.passages.cut(own, num_tokens)
         shared = max(1, round(num_tokens * PREFIX_SHARE))
-        parts = [self._passages.cut(self._origin + prefix, shared)]
+        parts = [self.passages.cut(self._origin + prefix, shared)]
         if num_tokens > shared:
-            parts.append(self._passages.cut(own, num_tokens - shared))
+            parts.append(self.passages.cut(own, num_tokens - shared))
         return "\n".join(parts)
 
 

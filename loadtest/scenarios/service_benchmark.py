@@ -32,11 +32,12 @@ def kvasir_serve(checkpoint: Path, arguments: Sequence[str] = ()) -> list[str]:
 
 
 class ServiceProcess:
-    """Server with OpenAI's completions API as a child process on a free port, until the end of the `with` block."""
+    """Server with OpenAI's API as a child process, until the end of the `with` block. Port 0: a free one."""
 
-    def __init__(self, command: Sequence[str]) -> None:
+    def __init__(self, command: Sequence[str], port: int = 0) -> None:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
             port = probe.getsockname()[1]
         self.target = Target.parse(f"http://127.0.0.1:{port}")
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (closed by __exit__)
@@ -62,18 +63,18 @@ class ServiceProcess:
         psutil.wait_procs(left, timeout=5)
         self._log.close()
 
-    def wait_first_token(self) -> float:
+    def wait_first_token(self, model: str | None = None) -> float:
         """Return the seconds from the server's start to its first token. Raises `MeasurementFailed` if none comes."""
         client = CompletionClient(self.target, timeout_seconds=_START_SECONDS)
         while True:
-            outcome = client.complete(_FIRST_REQUEST)
+            outcome = client.complete(_FIRST_REQUEST, model=model)
             if outcome.ending is Ending.OK and outcome.chunk_seconds:
                 client.close()
                 return outcome.chunk_seconds[0] - self._started_seconds
             code, seconds = self._main.poll(), time.perf_counter() - self._started_seconds
             is_starting = code is None and outcome.ending in (Ending.CONNECTION, Ending.HTTP_ERROR)
             if is_starting and seconds < _START_SECONDS:
-                time.sleep(_POLL_SECONDS)
+                gevent.sleep(_POLL_SECONDS)
                 continue
             fault = f"first request after {seconds:.0f} s: {outcome.ending.value}: {outcome.detail}"
             if code is not None:

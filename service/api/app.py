@@ -185,6 +185,10 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
     async def version(self) -> Response:
         return json_response(responses.Version(version=importlib.metadata.version("kvasir")))
 
+    async def server_info(self) -> Response:
+        name = self.context.served.model_name
+        return json_response(responses.ServerInfo(served_model_name=name, version=importlib.metadata.version("kvasir")))
+
     async def metrics(self) -> Response:
         """Handle `GET /metrics`: update the gauges, and return all metrics. Rendered in a thread."""
         lifecycle, workers = self.context.lifecycle, self.context.workers

@@ -220,6 +220,7 @@ ROUTES = (
     RouteEntry("GET", "/health", "health", "Check that the API process is alive", responses.Health),
     RouteEntry("GET", "/ready", "ready", "Check that the server is ready", responses.Readiness),
     RouteEntry("GET", "/version", "version", "Get the version of the server", responses.Version),
+    RouteEntry("GET", "/server_info", "server_info", "Get the model's name, for routers", responses.ServerInfo),
     RouteEntry("GET", "/metrics", "metrics", "Get metrics for Prometheus", "text/plain"),
     RouteEntry("GET", "/openapi.json", "", "Get this OpenAPI document", "application/json"),
     RouteEntry("GET", "/playground", "playground", "Get the playground, a web page to try the model", "text/html"),

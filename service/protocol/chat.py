@@ -150,6 +150,8 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: Effort | None = None
     thinking_token_budget: Count | None = None
     include_reasoning: bool | None = True
+    separate_reasoning: Annotated[Any, Unsupported(True)] = None
+    stream_reasoning: Annotated[Any, Unsupported(True)] = None
     functions: Annotated[Any, Unsupported([], remedy="send the functions as tools")] = None
     function_call: Annotated[Any, Unsupported("none", "auto", remedy="use tool_choice")] = None
     modalities: Annotated[Any, Unsupported(["text"])] = None

@@ -119,6 +119,9 @@ class GenerationRequest(SamplingRequest):
     early_stopping: IGNORED = None
     logprob_token_ids: Annotated[Any, Unsupported([])] = None
     vllm_xargs: Annotated[Any, Unsupported({})] = None
+    # Fields of SGLang, which vllm-router and sglang-router add to each request.
+    no_stop_trim: Annotated[Any, Unsupported(False, remedy="use include_stop_str_in_output")] = None
+    return_hidden_states: Annotated[Any, Unsupported(False)] = None
     # Fields of OpenAI's, vLLM's, llama.cpp's and Ollama's clients that change nothing here.
     metadata: IGNORED = None
     safety_identifier: IGNORED = None

@@ -325,6 +325,13 @@ class Version(msgspec.Struct, kw_only=True):
     version: str
 
 
+class ServerInfo(msgspec.Struct, kw_only=True):
+    """Response of `/server_info`, from which sglang-router learns the name of the model."""
+
+    served_model_name: str
+    version: str
+
+
 class ErrorDetail(msgspec.Struct, kw_only=True):
     """Error of a request. `param` is the request field or header that caused the error, null if no single one did."""
 

@@ -110,7 +110,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Callable[[StubServer], PeerServer
             super().__init__(command)
             self.target = Target("127.0.0.1", int(command[-1]))
 
-        def wait_first_token(self) -> float:
+        def wait_first_token(self, model: str | None = None) -> float:
             return 0.0
 
     monkeypatch.setattr(engines, "ServiceProcess", StubProcess)

@@ -1,5 +1,6 @@
 """Files of deploy/: they match the schemas of Kubernetes and its extensions, the settings and the metrics."""
 
+import ast
 import json
 import lzma
 import re
@@ -273,3 +274,16 @@ def test_alertmanager_routes_the_severities_that_the_alerts_have() -> None:
     assert {route["receiver"] for route in routes} == receivers
     matched = set(re.findall(r'severity = "(\w+)"', json.dumps(config).replace('\\"', '"')))
     assert matched == {rule["labels"]["severity"] for rule in rules() if "alert" in rule}
+
+
+def test_ray_serve_builds_the_application_with_settings_of_the_service() -> None:
+    (application,) = read_yaml("deploy/ray/serve.yaml")["applications"]
+    module, builder = application["import_path"].split(":")
+    program = ast.parse((ROOT / f"deploy/ray/{module}.py").read_text())
+    function = next(each for each in program.body if isinstance(each, ast.FunctionDef) and each.name == builder)
+    keys = set(re.findall(r'arguments\.get\("(\w+)"', ast.unparse(function).replace("'", '"')))
+    assert set(application["args"]) == keys
+    flags = application["args"]["flags"].split()
+    assert {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")} <= set(
+        ServeSettings.model_fields
+    )

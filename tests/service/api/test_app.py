@@ -97,6 +97,7 @@ def test_the_health_version_metrics_and_playground_routes_respond(client: TestCl
     assert client.get("/health").json() == {"status": "ok"}
     assert client.head("/health").status_code == 200
     assert client.get("/version").json()["version"]
+    assert client.get("/server_info").json()["served_model_name"] == client.get("/v1/models").json()["data"][0]["id"]
     assert "llm_request_success_total" in client.get("/metrics").text
     assert client.get("/").content == client.get("/playground").content
     assert client.get("/").headers["content-type"].startswith("text/html")
