@@ -47,6 +47,7 @@ COMMANDS = {
     "train": Command("train a model and write its checkpoint", config.TrainSettings, "train:main"),
     "eval": Command("evaluate a model on held-out texts, minimal pairs, samples", config.EvalSettings, "eval:main"),
     "bench": Command("measure the engine in this process"),
+    "loadtest": Command("find the limits of a running server with OpenAI's API"),
     "tokenize": Command("show how a text becomes token ids", config.TokenizeSettings, "inspect:tokenize"),
     "export-tokenizer": Command(
         "write the tokenizer as a Hugging Face directory", config.ExportTokenizerSettings, "inspect:export_tokenizer"
