@@ -2,9 +2,11 @@
 
 import argparse
 import itertools
+import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from loadtest.measurement.benchmark_program import (
     read_arguments,
     run_benchmark,
 )
+from loadtest.sweep.compare import Verdict, compare, comparison_text
 from loadtest.sweep.figures import findings, number, sweep_figures, sweep_table, warnings
 from loadtest.sweep.level import Level, Load, WindowPlan, measure
 from loadtest.sweep.open_loop import OpenLoop
@@ -42,8 +45,8 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
 class SweepProgress:
     """Progress bar of a sweep on a terminal; a line per finished rate otherwise."""
 
-    def __init__(self, plan: WindowPlan, precision: float) -> None:
-        self._plan, self._precision = plan, precision
+    def __init__(self, plan: WindowPlan, precision: float, num_rates: int) -> None:
+        self._plan, self._precision, self._num_rates = plan, precision, num_rates
         self._console = Console(stderr=True, highlight=False)
         columns = (
             TextColumn("{task.description}"),
@@ -65,7 +68,7 @@ class SweepProgress:
     def begin(self, levels: Sequence[Level], rate: float) -> None:
         """Show that a rate is measured now, and how long the rest takes if its levels take as long as the others."""
         self._began = time.monotonic()
-        count = max(1, levels_left(levels, self._precision))
+        count = max(1, self._num_rates - len(levels) if self._num_rates else levels_left(levels, self._precision))
         usual = self._plan.seconds * (self._plan.num_windows + 2)
         seconds = count * (statistics.fmean(self._seconds) if self._seconds else usual)
         most = count * self._plan.seconds * (self._plan.max_windows + self._plan.num_windows)
@@ -123,29 +126,41 @@ def wait_idle(client: CompletionClient, requests: Iterator[LoadRequest], model: 
         gevent.sleep(alone)
 
 
+def upcoming(arguments: argparse.Namespace, levels: Sequence[Level], first: float) -> float | None:
+    """Return the rate to measure next, from `--rates` or by the search; None at the end."""
+    if arguments.rates is not None:
+        return next(iter(arguments.rates[len(levels) :]), None)
+    return next_rate(levels, first=first, precision=arguments.precision)
+
+
 def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sweep the server at `--url`, print the result, and return its figures. An interrupted sweep keeps its levels."""
+    least = {"precision": 0.001, "windows": 3, "window_seconds": 0.001}
+    for name, value in least.items():
+        if getattr(arguments, name) < value:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {value:g}")
+    if min(arguments.rates or [1.0]) <= 0.0:
+        raise ValueError("--rates must be above 0")
     spec, slo, target = spec_from_arguments(arguments), Slo.from_arguments(arguments), Target.parse(arguments.url)
     try:
         discovered, workload = discover(target, spec)
     except OSError as error:
         raise MeasurementFailed(f"{target.url} does not answer: {error}; is the server running?") from error
-    client = CompletionClient(target, timeout_seconds=arguments.request_timeout)
     model, requests = arguments.model or discovered, map(workload.request, itertools.count())
-    alone = probe(client, list(itertools.islice(requests, _NUM_PROBES)), model)
-    plan = WindowPlan(seconds=max(arguments.window_seconds, alone), num_windows=arguments.windows)
-    load: Load = OpenLoop(client, requests, model=model, seed=arguments.seed)
     levels, is_interrupted = list[Level](), False
-    try:
-        with SweepProgress(plan, arguments.precision) as progress:
-            while (rate := next_rate(levels, first=1 / alone, precision=arguments.precision)) is not None:
-                progress.begin(levels, rate)
-                wait_idle(client, requests, model, alone)
-                levels.append(measure(load, rate, plan, slo, progress.on_window))
-                progress.end(levels)
-    except KeyboardInterrupt:
-        is_interrupted = True
-    client.close()
+    with closing(CompletionClient(target, timeout_seconds=arguments.request_timeout)) as client:
+        alone = probe(client, list(itertools.islice(requests, _NUM_PROBES)), model)
+        plan = WindowPlan(seconds=max(arguments.window_seconds, alone), num_windows=arguments.windows)
+        load: Load = OpenLoop(client, requests, model=model, seed=arguments.seed)
+        try:
+            with SweepProgress(plan, arguments.precision, len(arguments.rates or [])) as progress:
+                while (rate := upcoming(arguments, levels, first=1 / alone)) is not None:
+                    progress.begin(levels, rate)
+                    wait_idle(client, requests, model, alone)
+                    levels.append(measure(load, rate, plan, slo, progress.on_window))
+                    progress.end(levels)
+        except KeyboardInterrupt:
+            is_interrupted = True
     figures = sweep_figures(levels, slo) | {"alone_seconds": alone}
     lines = [f"- {line}" for line in findings(figures)]
     lines += [f"- warning: {line}" for line in warnings(figures)]
@@ -159,6 +174,14 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         "settings": settings,
         "workload": asdict(workload.spec),
     } | figures
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Print the changes between two sweeps, with 95 % intervals. Return 1 if a figure is worse beyond the tolerance."""
+    before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (arguments.before, arguments.after))
+    rows = compare(before, after, arguments.tolerance)
+    print(comparison_text(before, after, rows))
+    return int(any(row["verdict"] is Verdict.REGRESSION for row in rows))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,12 +198,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     sweeping.add_argument(
         "--out", type=Path, metavar="FILE.json", help="output file; the report is written beside it, as .html and .md"
     )
+    text = "measure these rates, in requests per second, instead of searching; equal rates can be compared"
+    sweeping.add_argument("--rates", type=float, nargs="+", metavar="RATE", help=text)
     add_options(sweeping, _OPTIONS)
     add_workload_arguments(sweeping.add_argument_group("workload"))
     add_slo_arguments(sweeping.add_argument_group("objectives"))
+    text = "compare the results of two sweeps"
+    comparing = commands.add_parser("compare", help=text, description=run_compare.__doc__)
+    comparing.add_argument("before", type=Path, help="JSON file of a sweep")
+    comparing.add_argument("after", type=Path, help="JSON file of a later sweep")
+    add_options(comparing, {"tolerance": (0.05, "change that is no regression, as a share")})
     arguments = read_arguments(parser, argv)
     if arguments.command is None:
-        parser.error("name a command: sweep")
+        parser.error("name a command: sweep, compare")
+    if arguments.command == "compare":
+        return run_compare(arguments)
     code = run_benchmark(sweeping, arguments, lambda: sweep(arguments), prints_json=False)
     if code != 2 and arguments.out is not None and arguments.out.is_file():
         print(*write_report(arguments.out), sep="\n")

@@ -22,7 +22,7 @@ from loadtest.client.report import Slo
 # Overload: each window adds more requests in flight, or loses more, than this share of its requests.
 _GROWTH, _LOST_SHARE = 0.01, 0.01
 _RULED_OUT = 0.03  # stable: growth by more than this share is ruled out
-_DEVIATIONS = 3.0  # of a Poisson number of requests in flight: chance may add so many to a steady load
+_DEVIATIONS = 3.0  # growth that chance may show, in standard deviations of a Poisson number of requests in flight
 _DECISION = 0.99  # one-sided confidence of both
 _LOST = (Ending.SHED, Ending.TIMEOUT, Ending.CONNECTION, Ending.HTTP_ERROR, Ending.STREAM_ERROR)
 

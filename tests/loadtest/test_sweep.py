@@ -1,6 +1,7 @@
 """The sweep on simulated servers of known capacity, and the decisions that it is made of."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from loadtest.client.report import Slo
+from loadtest.sweep.compare import Verdict, compare
 from loadtest.sweep.figures import findings, sweep_figures
 from loadtest.sweep.level import Level, Load, State, WindowPlan, measure, warm_up_length
 from loadtest.sweep.search import bracket, capacity, levels_left, next_rate, settled
@@ -131,3 +133,20 @@ def test_an_interrupted_sweep_has_findings_of_its_levels() -> None:
 def test_the_warm_up_ends_where_the_values_become_steady() -> None:
     assert warm_up_length(np.array([0, 5, 9, 20, 21, 19, 20, 20, 21, 19])) == 3
     assert warm_up_length(np.array([20] * 8)) == 0
+
+
+def test_a_comparison_weighs_the_change_against_tolerance_and_interval() -> None:
+    def with_capacity(mean: float, margin: float) -> dict[str, Any]:
+        estimate = {"mean": mean, "low": mean - margin, "high": mean + margin}
+        limits = {key: {"highest": None, "lowest_above": None} for key in ("stable_rate", "slo_rate")}
+        return {"capacity": {"requests_per_second": estimate}, "levels": [], **limits}
+
+    def verdict(mean: float, margin: float) -> Verdict:
+        (row,) = compare(with_capacity(100.0, 3.0), with_capacity(mean, margin), 0.05)
+        assert row["figure"] == "capacity, requests/s"
+        return Verdict(row["verdict"])
+
+    assert verdict(96.0, 1.0) is Verdict.SAME
+    assert verdict(90.0, 1.0) is Verdict.REGRESSION
+    assert verdict(90.0, 15.0) is Verdict.UNCERTAIN
+    assert verdict(110.0, 1.0) is Verdict.IMPROVEMENT
