@@ -32,6 +32,7 @@ from loadtest.sweep.level import Level, Load, WindowPlan, measure
 from loadtest.sweep.open_loop import OpenLoop
 from loadtest.sweep.page import write_report
 from loadtest.sweep.search import levels_left, next_rate, settled
+from loadtest.sweep.server_side import phases_ms, scrape
 
 _NUM_PROBES, _MAX_IDLE_SECONDS = 3, 60.0
 _OPTIONS: dict[str, tuple[Any, ...]] = {
@@ -157,7 +158,9 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
                 while (rate := upcoming(arguments, levels, first=1 / alone)) is not None:
                     progress.begin(levels, rate)
                     wait_idle(client, requests, model, alone)
+                    before = scrape(target)
                     levels.append(measure(load, rate, plan, slo, progress.on_window))
+                    levels[-1].server_ms = phases_ms(before, scrape(target), levels[-1].outcomes)
                     progress.end(levels)
         except KeyboardInterrupt:
             is_interrupted = True

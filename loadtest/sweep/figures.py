@@ -9,9 +9,11 @@ import numpy as np
 
 from loadtest.client.outcome import Ending
 from loadtest.client.report import Slo, latencies_ms, summarize
+from loadtest.measurement.benchmark_program import QUIET_CORES
 from loadtest.measurement.figures import Column, table
 from loadtest.sweep.level import Level, State
 from loadtest.sweep.search import at_capacity, brackets, capacity, estimate, settled
+from loadtest.sweep.server_side import bottleneck
 
 PERCENTILES = (50, 90, 99, 99.9)
 METRICS = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
@@ -53,6 +55,7 @@ def level_figures(level: Level, slo: Slo) -> dict[str, Any]:
         "warm_up_seconds": level.warm_up * level.window_seconds,
         "window_seconds": level.window_seconds,
         "num_windows": len(windows),
+        "server_ms": level.server_ms,
         "late_send_p99_ms": float(np.percentile(late, 99)) if late else None,
         "intervals": intervals,
     }
@@ -148,6 +151,11 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
     if (served := sweep["capacity"]) is not None:
         requests, tokens = (_interval(served[name]) for name in ("requests_per_second", "tokens_per_second"))
         lines = [f"Capacity: {requests} requests/s, {tokens} tokens/s, served while overloaded."]
+    stable_levels = [level for level in sweep["levels"] if level["rate"] == stable["highest"]]
+    overloaded = [level for level in sweep["levels"] if level["state"] == State.OVERLOADED][:1]
+    for level in stable_levels + overloaded:
+        if (sentence := bottleneck(level)) is not None:
+            lines.append(f"At {number(level['rate'])} requests/s ({level['state']}), {sentence}.")
     if not sweep["levels"]:
         return ["No rate was measured."]
     if stable["highest"] is None:
@@ -174,6 +182,15 @@ def _interval(value: Mapping[str, float]) -> str:
 def warnings(sweep: Mapping[str, Any]) -> list[str]:
     """Return reasons to doubt the figures of a sweep, a sentence each."""
     lines = []
+    best = max(sweep["levels"], key=lambda level: level["intervals"]["request_throughput"][0], default=None)
+    served = (sweep["capacity"] or {}).get("requests_per_second")
+    if best is not None and served is not None and best["intervals"]["request_throughput"][0] > served["high"]:
+        lines.append(
+            f"at {number(best['rate'])} requests/s the server served more than while overloaded: it loses throughput "
+            "under overload, or other work disturbed the measurement"
+        )
+    if sweep.get("other_work_cores", 0.0) > QUIET_CORES:
+        lines.append(f"other processes kept {sweep['other_work_cores']:.1f} cores of the client's machine busy")
     for level in sweep["levels"]:
         at = f"at {number(level['rate'])} requests/s"
         if level["client_cpu_share"] > BUSY_SHARE:

@@ -78,6 +78,7 @@ class Level:
     warm_up: number of windows that do not count. ends: time at the end of each window.
     growth: number of requests in flight that a window added, as a share of its requests.
     served: requests served per second of each window after the warm-up.
+    server_ms: mean time of a request in each phase, from the server's metrics.
     """
 
     rate: float
@@ -90,6 +91,7 @@ class Level:
     served: list[float] = field(default_factory=list)
     slo_breaches: list[str] = field(default_factory=list)
     client_cpu_share: float = 0.0
+    server_ms: dict[str, float | None] = field(default_factory=dict)
 
     def run(self, number: int | None = None) -> LoadRun:
         """Return the load of all windows after the warm-up, or that of window `number` after the warm-up."""

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from loadtest.sweep.figures import METRICS, PERCENTILES, findings, number, sweep_table, warnings
 from loadtest.sweep.level import State
+from loadtest.sweep.server_side import PHASES
 
 _INK = "#010203"  # replaced by the page's text color
 _COLORS = ("#4c8dd6", "#3aa676", "#d98a29", "#d05a5a")  # legible on white and on black
@@ -50,7 +51,7 @@ def draw(name: str, fill: Callable[[Axes], None]) -> str:
 
 
 def plots(sweep: Mapping[str, Any]) -> list[str]:
-    """Return the plots of a sweep: throughput with goodput, TTFT, ITL and E2E, over the request rate."""
+    """Return the plots of a sweep over the rate: throughput with goodput, TTFT, ITL, E2E, and a request's phases."""
 
     def throughput(axes: Axes) -> None:
         rates = [level["rate"] for level in sweep["levels"]]
@@ -78,8 +79,15 @@ def plots(sweep: Mapping[str, Any]) -> list[str]:
 
         return fill
 
+    def phases(axes: Axes) -> None:
+        levels = [level for level in sweep["levels"] if any(level["server_ms"].values())]
+        parts = [[level["server_ms"][phase] or 0.0 for level in levels] for phase in PHASES]
+        axes.stackplot([level["rate"] for level in levels], parts, labels=PHASES, colors=_COLORS, alpha=0.8)
+
     drawn = [draw("Requests/s completed", throughput)]
-    return drawn + [draw(f"{name}, ms", latency(metric)) for metric, name in METRICS.items()]
+    drawn += [draw(f"{name}, ms", latency(metric)) for metric, name in METRICS.items()]
+    has_phases = any(any(level["server_ms"].values()) for level in sweep["levels"])
+    return drawn + ([draw("Mean time of a request by phase, ms", phases)] if has_phases else [])
 
 
 def _line(axes: Axes, levels: Sequence[Mapping[str, Any]], key: str, color: str, label: str) -> None:
@@ -114,9 +122,11 @@ def level_table(sweep: Mapping[str, Any]) -> str:
         heads += [f"{name} p{percentile:g}" for percentile in PERCENTILES]
     keys += ["failed", "shed", "num_prompts", "warm_up_seconds", "client_cpu_share"]
     heads += ["failed", "429", "requests", "warm-up s", "client CPU"]
+    keys += PHASES
+    heads += [f"{phase}, mean" for phase in PHASES]
     rows = []
     for level in sweep["levels"]:
-        cells = []
+        cells, level = [], level | dict.fromkeys(PHASES) | level["server_ms"]
         for key in keys:
             value = level[key]
             text = value if isinstance(value, str) else number(value)

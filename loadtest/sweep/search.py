@@ -65,8 +65,9 @@ def settled(levels: Sequence[Level]) -> dict[float, State]:
     A rate close to the capacity, or above it, is not stable: its queue may only grow slowly.
     """
     served, states = capacity(levels, 0.99), dict[float, State]()
+    certain = max((estimate(level.served, 0.99).low for level in levels), default=0.0)  # the server did serve this
     for level in sorted(levels, key=lambda level: level.rate):
-        is_above = served is not None and level.rate >= _BELOW * served.low
+        is_above = served is not None and level.rate >= _BELOW * max(served.low, certain)
         is_certain = is_overloaded(level, levels) or (level.state is State.STABLE and not is_above)
         states[level.rate] = level.state if is_certain else State.UNCLEAR
     return states
