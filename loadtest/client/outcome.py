@@ -25,6 +25,7 @@ class Ending(StrEnum):
     TIMEOUT = "timeout"
     CONNECTION = "connection"  # refused, reset, or ended before the response did
     CONTRACT = "contract"  # a complete response that breaks the API contract
+    CHANGED = "changed-answer"  # a complete response to a canary with another text than on the idle server
 
     @property
     def is_failure(self) -> bool:

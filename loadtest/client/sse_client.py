@@ -246,6 +246,9 @@ class CompletionReader:
             f"finish reason length after {count} of {limit} tokens": "length" in reasons and count < limit,
         }
         breach = next((text for text, is_breach in breaches.items() if is_breach), "")
+        expected = self.request.expected
+        if not breach and expected not in (None, self.outcome.text):
+            return Ending.CHANGED, f"{self.outcome.text[:40]!r} instead of {expected[:40]!r}"
         return Ending.CONTRACT if breach else Ending.OK, breach
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import gevent
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from loadtest.client.canaries import Canaries
 from loadtest.client.outcome import Ending
 from loadtest.client.report import Slo, add_slo_arguments
 from loadtest.client.sse_client import CompletionClient, Target, discover
@@ -136,6 +138,8 @@ def upcoming(arguments: argparse.Namespace, levels: Sequence[Level], first: floa
 
 def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sweep the server at `--url`, print the result, and return its figures. An interrupted sweep keeps its levels."""
+    if not 0.0 <= arguments.canary_share <= 1.0:
+        raise ValueError("--canary-share must be from 0 to 1")
     least = {"precision": 0.001, "windows": 3, "window_seconds": 0.001}
     for name, value in least.items():
         if getattr(arguments, name) < value:
@@ -151,8 +155,10 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     levels, is_interrupted = list[Level](), False
     with closing(CompletionClient(target, timeout_seconds=arguments.request_timeout)) as client:
         alone = probe(client, list(itertools.islice(requests, _NUM_PROBES)), model)
+        canaries = Canaries.ask(partial(client.complete, model=model), workload, arguments.canary_share)
         plan = WindowPlan(seconds=max(arguments.window_seconds, alone), num_windows=arguments.windows)
-        load: Load = OpenLoop(client, requests, model=model, seed=arguments.seed)
+        mixed = canaries.mix(requests, arguments.seed)
+        load: Load = OpenLoop(client, mixed, model=model, seed=arguments.seed)
         try:
             with SweepProgress(plan, arguments.precision, len(arguments.rates or [])) as progress:
                 while (rate := upcoming(arguments, levels, first=1 / alone)) is not None:
@@ -175,7 +181,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         "model_id": model,
         "interrupted": is_interrupted,
         "settings": settings,
-        "workload": asdict(workload.spec),
+        "workload": asdict(workload.spec) | {"canary_share": arguments.canary_share},
     } | figures
 
 
