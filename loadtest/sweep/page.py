@@ -14,6 +14,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogFormatter
 
 from loadtest.sweep.figures import METRICS, PERCENTILES, findings, number, sweep_table, warnings
 from loadtest.sweep.level import State
@@ -64,11 +65,13 @@ def plots(sweep: Mapping[str, Any]) -> list[str]:
             served = sweep["capacity"]["requests_per_second"]
             axes.axhspan(served["low"], served["high"], color=_COLORS[3], alpha=0.35, linewidth=1, label="capacity")
             axes.set_ylim(0, 1.25 * served["mean"])
-        for key, label in (("knee_rate", "knee"), ("slo_rate", "objectives")):
-            rate = sweep[key]["highest"] if key == "slo_rate" else sweep[key]
+        marks = ((sweep["knee_rate"], "knee", 0.02), (sweep["slo_rate"]["highest"], "objectives", 0.4))
+        for rate, label, height in marks:
             if rate is not None:
                 axes.axvline(rate, color=_INK, linewidth=0.8, linestyle="--")
-                axes.annotate(label, (rate, 0.0), rotation=90, xytext=(-10, 4), textcoords="offset points", fontsize=8)
+                axes.text(
+                    rate, height, label, rotation=90, fontsize=8, ha="right", transform=axes.get_xaxis_transform()
+                )
 
     def latency(metric: str) -> Callable[[Axes], None]:
         def fill(axes: Axes) -> None:
@@ -76,6 +79,7 @@ def plots(sweep: Mapping[str, Any]) -> list[str]:
                 _line(axes, sweep["levels"], f"p{percentile:g}_{metric}_ms", color, f"p{percentile:g}")
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(LogFormatter())  # labels minor ticks within less than a decade
 
         return fill
 

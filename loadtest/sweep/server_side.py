@@ -70,5 +70,5 @@ def bottleneck(level: Mapping[str, Any]) -> str | None:
     if not phases or not sum(phases.values()):
         return None
     most = max(phases, key=phases.__getitem__)
-    parts = ", ".join(f"{name} {value:.3g} ms" for name, value in phases.items())
+    parts = ", ".join(f"{name} {value:,.1f} ms" for name, value in phases.items())
     return f"most of a request's time is {most} ({phases[most] / sum(phases.values()):.0%}): {parts}"

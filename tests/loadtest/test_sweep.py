@@ -150,3 +150,17 @@ def test_a_comparison_weighs_the_change_against_tolerance_and_interval() -> None
     assert verdict(90.0, 1.0) is Verdict.REGRESSION
     assert verdict(90.0, 15.0) is Verdict.UNCERTAIN
     assert verdict(110.0, 1.0) is Verdict.IMPROVEMENT
+
+
+def test_a_rate_is_not_overloaded_if_a_higher_one_served_clearly_more() -> None:
+    """A disturbance of the machine during a level looks like overload."""
+
+    def level(rate: float, served: float, state: State) -> Level:
+        ends = [float(number) for number in range(1, 9)]
+        return Level(rate=rate, state=state, warm_up=0, ends=ends, window_seconds=1.0, growth=0.0, served=[served] * 8)
+
+    disturbed, good, full = (
+        level(4.0, 2.0, State.OVERLOADED), level(8.0, 8.0, State.STABLE), level(16.0, 10.0, State.OVERLOADED)
+    )  # fmt: skip
+    assert settled([disturbed, good, full]) == {4.0: State.UNCLEAR, 8.0: State.STABLE, 16.0: State.OVERLOADED}
+    assert settled([level(10.1, 10.0, State.STABLE), full])[10.1] is State.UNCLEAR, "above the capacity of 10"
