@@ -9,6 +9,7 @@ import logging
 import signal
 import sys
 import time
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,11 @@ from locust.exception import StopUser
 from locust.runners import LocalRunner
 
 from loadtest.client import report
+from loadtest.client.canaries import Canaries
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import CompletionClient, Target, discover
 from loadtest.client.workload import LoadRequest, add_workload_arguments, arrivals, spec_from_arguments
-from loadtest.measurement.benchmark_program import add_options, provenance, write_result
+from loadtest.measurement.benchmark_program import MeasurementFailed, add_options, provenance, write_result
 
 log = logging.getLogger("loadtest")
 
@@ -38,7 +40,9 @@ class LoadSession:
         discovered, workload = discover(target, spec_from_arguments(options))
         self.client = CompletionClient(target, timeout_seconds=options.request_timeout)
         self.model: str = options.model or discovered
-        self.requests = map(workload.request, itertools.islice(itertools.count(), options.requests))
+        canaries = Canaries.ask(partial(self.client.complete, model=self.model), workload, options.canary_share)
+        own = map(workload.request, itertools.islice(itertools.count(), options.requests))
+        self.requests = canaries.mix(own, options.seed)
         self.began_seconds, self.began_cpu_seconds = time.perf_counter(), time.process_time()
         self.offsets = None if options.rate is None else arrivals(options.rate, options.seed)
         self.outcomes: list[Outcome] = []
@@ -122,7 +126,7 @@ def start(environment: Environment, **_: Any) -> None:
         if environment.host is None:
             raise ValueError("--host is missing; give the service's URL, for example http://127.0.0.1:8000")
         CompletionUser.session = LoadSession(environment.host, environment.parsed_options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, MeasurementFailed) as error:
         reason = getattr(error, "reason", error)  # a URLError is printed as "<urlopen error ...>"
         hint = "; set KVASIR_API_KEY" if getattr(error, "code", None) == HTTPStatus.UNAUTHORIZED else ""
         text = f"cannot start a load test of {environment.host}: {reason}{hint}"

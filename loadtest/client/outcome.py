@@ -5,7 +5,7 @@ latency of the server.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -25,6 +25,7 @@ class Ending(StrEnum):
     TIMEOUT = "timeout"
     CONNECTION = "connection"  # refused, reset, or ended before the response did
     CONTRACT = "contract"  # a complete response that breaks the API contract
+    CHANGED = "changed-answer"  # a complete response to a canary with another text than on the idle server
 
     @property
     def is_failure(self) -> bool:
@@ -124,11 +125,20 @@ class LoadRun:
         Only successful requests count. A completion that began before the interval or ended after it counts by the
         share of its chunks within the interval.
         """
-        tokens = 0.0
+        shares = self._shares()
+        return sum(outcome.completion_tokens * share for outcome, share in shares) / self.duration_seconds
+
+    @property
+    def served_per_second(self) -> float:
+        """Requests served within the counted interval, per second: as `tokens_per_second`, with 1 for each request."""
+        return sum(share for _, share in self._shares()) / self.duration_seconds
+
+    def _shares(self) -> Iterator[tuple[Outcome, float]]:
+        """Yield successful requests with the share of their chunks within the counted interval."""
         for outcome in (outcome for outcome in self.outcomes if outcome.ending is Ending.OK):
-            moments = outcome.chunk_seconds or [outcome.end_seconds]
-            tokens += outcome.completion_tokens * sum(map(self._is_inside, moments)) / len(moments)
-        return tokens / self.duration_seconds
+            if outcome.intended_seconds <= self.ended_seconds and outcome.end_seconds >= self.began_seconds:
+                moments = outcome.chunk_seconds or [outcome.end_seconds]
+                yield outcome, sum(map(self._is_inside, moments)) / len(moments)
 
     def _is_inside(self, seconds: float) -> bool:
         return self.began_seconds <= seconds <= self.ended_seconds

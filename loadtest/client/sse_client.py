@@ -63,11 +63,14 @@ class Target:
 
         Raises `OSError` if the request fails, also by its status, and `ValueError` if the response is not JSON.
         """
-        body = None if payload is None else json.dumps(payload).encode()
+        return json.loads(self.fetch(path, None if payload is None else json.dumps(payload).encode()))
+
+    def fetch(self, path: str, body: bytes | None = None) -> bytes:
+        """Send a GET, or a POST with a JSON body, and return the body of the response. Raises `OSError` if it fails."""
         headers = {"Content-Type": "application/json"} | self.authorization
-        request = urllib.request.Request(self.url + path, body, headers)
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return json.load(response)
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=30) as response:
+            content: bytes = response.read()
+            return content
 
 
 def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
@@ -243,6 +246,9 @@ class CompletionReader:
             f"finish reason length after {count} of {limit} tokens": "length" in reasons and count < limit,
         }
         breach = next((text for text, is_breach in breaches.items() if is_breach), "")
+        expected = self.request.expected
+        if not breach and expected not in (None, self.outcome.text):
+            return Ending.CHANGED, f"{self.outcome.text[:40]!r} instead of {expected[:40]!r}"
         return Ending.CONTRACT if breach else Ending.OK, breach
 
 

@@ -66,6 +66,7 @@ class LoadRequest:
 
     cancel_after: number of chunks after which the client disconnects; None: it reads the whole response.
     return_token_ids: request token ids, so that each token is sent as an event, even if it ends within a character.
+    expected: text of a correct completion; None: any text.
     """
 
     path: ClassVar[str] = "/v1/completions"
@@ -78,6 +79,7 @@ class LoadRequest:
     ignore_eos: bool = True
     seed: int = 0
     return_token_ids: bool = False
+    expected: str | None = None
 
     def body(self, model: str | None) -> dict[str, Any]:
         """Return the JSON body of the request. `model` None: the body names no model, and the service uses its own."""
@@ -210,6 +212,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentG
     add_options(parser, options_of(WorkloadSpec))
     text = "let an end-of-text token end a completion before --output-tokens"
     add_options(parser, {"stop-at-end": (False, text)})
+    text = "share of requests that repeat known questions; another answer is a failure, changed-answer"
+    add_options(parser, {"canary-share": (0.02, text)})
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:

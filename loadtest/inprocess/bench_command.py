@@ -1,14 +1,18 @@
 """Command `kvasir bench`: read the arguments, then load torch and measure the engine in this process."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Final
 
-from loadtest.measurement.benchmark_program import EPILOG, add_options, read_arguments, run_benchmark
+from loadtest.measurement.benchmark_program import (
+    EPILOG,
+    CommandParser,
+    add_options,
+    read_arguments,
+    run_benchmark,
+)
 from loadtest.measurement.model_shapes import SHAPE_SIZES, shape_config
-from service.config.flags import HELP_FORMATTER
 from service.config.settings import ModelSettings, SettingsError, read_settings
 
 # Option: description, default, default with --quick. A list is swept.
@@ -21,20 +25,10 @@ _OPTIONS: Final[dict[str, tuple[str, list[int] | int, list[int] | int]]] = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser that reports an error in one line, with exit code 2, as every command does."""
-
-    def error(self, message: str) -> NoReturn:
-        hint = "; see kvasir bench --help" if message.startswith("unrecognized") else ""
-        self.exit(2, f"{self.prog}: {message}{hint}\n")
-
-
-def _parser(*, is_quick: bool) -> _Parser:
-    parser = _Parser(
+def _parser(*, is_quick: bool) -> CommandParser:
+    parser = CommandParser(
         prog="kvasir bench",
         usage="kvasir bench [flags] [-- settings]",
-        allow_abbrev=False,
-        formatter_class=HELP_FORMATTER,
         description="Measure the engine in this process, without a service, by batch size, context and prompt length.",
         epilog=EPILOG,
     )

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 
@@ -31,6 +32,19 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 class MeasurementFailed(RuntimeError):
     """Failure of the engine, service or other program under measurement. The message is the reason."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parser of a `kvasir` command: help as wide as that of all commands, errors in one line, exit code 2."""
+
+    def __init__(self, **settings: Any) -> None:
+        form = partial(argparse.HelpFormatter, max_help_position=30, width=100)
+        super().__init__(allow_abbrev=False, formatter_class=form, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2 after one line on standard error."""
+        hint = f"; see {self.prog} --help" if message.startswith("unrecognized") else ""
+        self.exit(2, f"{self.prog}: {message}{hint}\n")
 
 
 def add_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup, options: Options) -> None:

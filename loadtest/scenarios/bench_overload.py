@@ -11,7 +11,6 @@ import os
 import secrets
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -119,8 +118,7 @@ def measure_loads(
         memory = gevent.spawn(watch_memory, service, arguments.settle_seconds + seconds)
         overload = load("overload", seconds, rate=rate)
         sdk = {"own_key": own_key.result(), "key_of_the_flood": same_key.result()}
-    with urllib.request.urlopen(f"{target.url}/metrics", timeout=30) as response:
-        retry_after = retry_after_errors(response.read().decode())
+    retry_after = retry_after_errors(target.fetch("/metrics").decode())
     again = load("saturation again", arguments.saturation_seconds, num_streams=num_slots)
     client.close()
     capacity = (saturation.tokens_per_second + again.tokens_per_second) / 2

@@ -49,6 +49,7 @@ COMMANDS = {
         "evaluate a model on held-out texts, minimal pairs, samples", training_settings.EvalSettings, "eval:main"
     ),
     "bench": Command("measure the engine in this process"),
+    "loadtest": Command("find the limits of a running server with OpenAI's API"),
     "tokenize": Command("show how a text becomes token ids", config.TokenizeSettings, "inspect:tokenize"),
     "export-tokenizer": Command(
         "write the tokenizer as a Hugging Face directory", config.ExportTokenizerSettings, "inspect:export_tokenizer"

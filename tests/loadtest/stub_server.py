@@ -24,7 +24,7 @@ class Script:
     """Response of the stub server to one request.
 
     first_seconds, gap_seconds: least pauses before the first chunk and before every later chunk.
-    num_tokens: chunks of text; None for the request's max_tokens.
+    num_tokens: chunks of text; None for the request's max_tokens. word: text of a chunk before its number.
     cut_after, error_after: number of chunks after which the connection is dropped, or an error event ends the stream.
     finish_reasons: number of finish reasons in the response; 1 is correct.
     """
@@ -34,6 +34,7 @@ class Script:
     first_seconds: float = 0.0
     gap_seconds: float = 0.0
     num_tokens: int | None = None
+    word: str = " w"
     cut_after: int | None = None
     error_after: int | None = None
     send_done: bool = True
@@ -160,7 +161,7 @@ class StubServer:
                 received.left_early = True
                 raise
         await asyncio.sleep(script.first_seconds + script.gap_seconds * (num_tokens - 1))
-        whole = _chunk("".join(_words(num_tokens)), "length")
+        whole = _chunk("".join(_words(num_tokens, script.word)), "length")
         _reply(writer, 200, whole | {"usage": _usage(num_tokens)})
         return True
 
@@ -177,7 +178,7 @@ class StubServer:
                 raise ConnectionResetError("the client disconnected")
 
         await send(": keep-alive")
-        for index, word in enumerate(_words(num_tokens)):
+        for index, word in enumerate(_words(num_tokens, script.word)):
             if index == script.cut_after:
                 return False
             if index == script.error_after:
@@ -208,8 +209,8 @@ def _tokenized(body: dict[str, Any]) -> dict[str, Any]:
     return {"count": len(pieces), "max_model_len": 512, "tokens": list(range(len(pieces))), **strings}
 
 
-def _words(count: int) -> list[str]:
-    return [f" w{index}" for index in range(count)]
+def _words(count: int, word: str) -> list[str]:
+    return [f"{word}{index}" for index in range(count)]
 
 
 def _usage(num_tokens: int) -> dict[str, Any]:

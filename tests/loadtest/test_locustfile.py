@@ -31,7 +31,7 @@ def test_rows_and_results_count_every_request_and_a_failure_exits_with_one(tmp_p
     scripts = [Script(first_seconds=0.06, gap_seconds=0.01)] * 6 + [Script(status=429), Script(status=503)]
     with StubServer(lambda ordinal: scripts[ordinal % len(scripts)]) as server:
         done = locust(
-            server.url, "-t", "200s", "--requests", "60", "--output-tokens", "9",
+            server.url, "-t", "200s", "--requests", "60", "--output-tokens", "9", "--canary-share", "0",
             "--whole-share", "0.2", "--cancelling-share", "0.2",
             "--results", str(tmp_path), "--json-file", str(tmp_path / "locust"),
         )  # fmt: skip
