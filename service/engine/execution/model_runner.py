@@ -114,9 +114,7 @@ class ModelRunner:
         return read
 
     def _sampling_arrays(self, inputs: ModelInputs) -> list[NDArray[Any]]:
-        """Return the arrays that sampling needs on a GPU; none on a CPU, where sampling makes them itself."""
-        if not self.is_asynchronous:
-            return []
+        """Return the arrays that sampling needs on a GPU. On a CPU, sampling makes them itself."""
         vocab_size = min(self._vocab_size, self._model.config.vocab_size)
         return sampling_arrays(
             vocab_size, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules
@@ -184,14 +182,15 @@ class ModelRunner:
 
     def _run(self, inputs: ModelInputs, decoded: Decoded | None) -> StepOutputs:
         """Run the model and sample. `decoded`: native kernels' result of a decode step, which replaces the run."""
-        arrays, tables, sums_BE = _logprob_arrays(inputs), list[Tensor](), list[Tensor]()
+        arrays = _logprob_arrays(inputs) if inputs.wants_logprobs or inputs.prompt_rows else []
+        tables, sums_BE = list[Tensor](), list[Tensor]()
         if decoded is None:
-            sampling = self._sampling_arrays(inputs)
+            sampling = self._sampling_arrays(inputs) if self.is_asynchronous else []
             x_TE, logits_RV, sums_T, tensors = self._compute(inputs, [*sampling, *arrays])
             ids_B = _sample(logits_RV, inputs, self._kernels, tensors[: len(sampling)])
-            found = _logprob_tables(logits_RV, ids_B, inputs, tensors[len(sampling) :])
-            pooled = self._pool(x_TE, inputs.pooled_rows)
-            ids_B, sums_T, *tables = _copy_to_host([ids_B, sums_T, *found, *pooled])()
+            found = _logprob_tables(logits_RV, ids_B, inputs, tensors[len(sampling) :]) if arrays else ()
+            results = [ids_B, sums_T, *found, *self._pool(x_TE, inputs.pooled_rows)]
+            ids_B, sums_T, *tables = _copy_to_host(results)() if self.is_asynchronous else results
             tables, sums_BE = tables[: len(arrays)], tables[len(arrays) :]
             token_ids, non_finite = ids_B.tolist(), _non_finite(sums_T)
         else:
@@ -242,8 +241,6 @@ def _copy_to_host(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
 
     Integers arrive as int64, and other numbers as float64.
     """
-    if tensors[0].is_cpu:
-        return lambda: tensors
     parts = [x.double().view(torch.int64) if x.is_floating_point() else x for x in tensors]
     packed = torch.cat([part.flatten() for part in parts])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True).copy_(packed, non_blocking=True)

@@ -158,7 +158,7 @@ def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path:
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (("--samples", "0"), 2, "nothing to measure: give --config, --texts or --pairs"),
+        (("--samples", "0"), 2, "nothing to measure: give --config, --texts, --pairs or --suite"),
         (
             ("--texts", "mine"),
             2,
