@@ -103,7 +103,8 @@ class ModelRunner:
         The step must not need token rules, grammar masks or logprobs. The caller may overwrite the inputs once
         `launch` returns.
         """
-        _, logits_RV, sums_T, tensors = self._compute(inputs, self._sampling_arrays(inputs))
+        arrays = self._sampling_arrays(inputs) if self.is_asynchronous else []
+        _, logits_RV, sums_T, tensors = self._compute(inputs, arrays)
         self._sampled_B = _sample(logits_RV, inputs, self._kernels, tensors)
         wait = _copy_to_host([self._sampled_B, sums_T])
 
@@ -241,6 +242,8 @@ def _copy_to_host(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
 
     Integers arrive as int64, and other numbers as float64.
     """
+    if tensors[0].is_cpu:
+        return lambda: tensors
     parts = [x.double().view(torch.int64) if x.is_floating_point() else x for x in tensors]
     packed = torch.cat([part.flatten() for part in parts])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True).copy_(packed, non_blocking=True)
