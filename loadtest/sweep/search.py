@@ -47,7 +47,7 @@ def at_capacity(levels: Sequence[Level]) -> list[Level]:
 
 
 def capacity(levels: Sequence[Level], confidence: float = 0.95) -> Estimate | None:
-    """Return the requests per second that the server serves while overloaded; None if no level is overloaded."""
+    """Return the mean requests per second served at the levels of `at_capacity`; None if no level is overloaded."""
     values = [value for level in at_capacity(levels) for value in level.served]
     return estimate(values, confidence) if values else None
 

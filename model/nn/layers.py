@@ -5,6 +5,7 @@ P size of a layer's input.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,7 @@ from model.config import ModelConfig
 from model.config_enums import Experts, MlpKind, NormKind
 
 
-class Norm(nn.Module):
+class Norm(nn.Module, ABC):
     """Norm of the last dimension, computed in float32. The result has the dtype of the input.
 
     fused: GPU kernel for `add`; None: PyTorch.
@@ -40,8 +41,8 @@ class Norm(nn.Module):
             x = x + added
         return x, self._normalize(x)
 
-    def _normalize(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def _normalize(self, x: Tensor) -> Tensor: ...
 
 
 class RMSNorm(Norm):

@@ -76,7 +76,10 @@ class AdapterRegistry:
         self._uses[key] += 1
 
     def release(self, key: str) -> list[Command]:
-        """Count the end of a request that `acquire` has counted. Return the command to unload an adapter now unused."""
+        """Count the end of a request that `acquire` has counted.
+
+        Return the command to unload its adapter if no name and no other request uses it any more, else [].
+        """
         if not key:
             return []
         self._uses[key] -= 1

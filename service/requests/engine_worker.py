@@ -29,7 +29,7 @@ class EngineWorker:
 
     @property
     def ready(self) -> WorkerReady | None:
-        """Start-up message of the worker process; None while there is none that serves."""
+        """Start-up message of the worker process; None while no worker process serves."""
         ready = self.last_ready
         return ready if ready is not None and ready.epoch >= self.state.epoch.value else None
 

@@ -77,7 +77,7 @@ class StoredResponse:
             self.end(self._snapshot(is_cancelled=True))
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the input items and the output items of an ended response."""
+        """Return the input items, then the output items, of an ended response."""
         output: list[dict[str, Any]] = msgspec.json.decode(self._body)["output"]
         return [*msgspec.json.decode(self.items), *output]
 

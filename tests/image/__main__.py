@@ -67,6 +67,11 @@ def seconds_until(condition: Callable[[], bool], limit: float, what: str) -> flo
     return time.monotonic() - began
 
 
+def has_standby() -> bool:
+    """Return True if a standby worker has completed its imports, and so has its name."""
+    return 'process="kvasir-standby"' in request("/metrics").read().decode()
+
+
 def find_engine() -> str:
     """Return the first engine that answers."""
     reasons = []
@@ -184,7 +189,7 @@ def check_service(engine: str) -> None:
             metrics = request("/metrics").read().decode()
             assert re.search(r"^llm_generation_tokens_total.* 800", metrics, re.MULTILINE), "/metrics counts no tokens"
             report("metrics", f"{len(re.findall('^[a-z]', metrics, re.MULTILINE))} samples")
-            time.sleep(10)  # the standby worker's imports
+            seconds_until(has_standby, 60, "ready to replace a worker")
             killing = [engine, "exec", "--interactive", CONTAINER, "python", "-c", KILL_WORKER]
             with subprocess.Popen(killing, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as killer:
                 killer.stdout.readline()  # type: ignore[union-attr]

@@ -41,7 +41,7 @@ class AdapterLoader:
         return len(self._held)
 
     def load(self, command: LoadAdapter) -> None:
-        """Begin to load an adapter, unless it is loaded, and keep it until `unload`."""
+        """Begin to load an adapter, unless it is loaded. It stays loaded until `unload`."""
         self._directories[command.key] = command.directory
         self._begin(command.key)
 

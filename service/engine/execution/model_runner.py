@@ -306,7 +306,7 @@ def _rows_with_logprobs(inputs: ModelInputs) -> list[int]:
 
 
 def _logprob_arrays(inputs: ModelInputs) -> list[NDArray[Any]]:
-    """Return the arrays of `_logprob_tables`: the rows of sampled tokens, if any, then each prompt's scored tokens."""
+    """Return the arrays for `_logprob_tables`: rows whose sampled token needs logprobs, then prompts' scored ids."""
     sampled = [np.array(_rows_with_logprobs(inputs))] if inputs.wants_logprobs else []
     return [*sampled, *(np.array(chunk.scored_ids) for chunk, _ in inputs.prompt_rows)]
 
