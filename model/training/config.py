@@ -66,6 +66,7 @@ class TrainConfig:
         from a stream of documents, and attention spans all documents of a sequence.
     chat_steps: number of last steps that train on conversations; if not 0, the tokenizer has ChatML's special tokens.
     dropout: dropout rate on the output of attention and MLP.
+    start_from: Kvasir checkpoint whose tokenizer and weights the run starts from; None: random weights, new tokenizer.
     """
 
     name: str
@@ -89,6 +90,7 @@ class TrainConfig:
     mask_documents: bool = False
     chat_steps: _Number = 0
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    start_from: Path | None = None
 
     def __post_init__(self) -> None:
         _convert_fields(self)
@@ -136,7 +138,7 @@ class TrainConfig:
 def _convert_fields(config: SourceConfig | TrainConfig) -> None:
     """Convert the TOML values of a config to the types of its fields; raise ValueError for an unusable value."""
     for field in dataclasses.fields(config):
-        if field.name not in ("model", "sources", "path"):
+        if field.name not in ("model", "sources", "path", "start_from"):
             value = getattr(config, field.name)
             try:
                 object.__setattr__(config, field.name, msgspec.convert(value, field.type))
@@ -182,9 +184,12 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         values = {**values, "model": {**values["model"]}} if "model" in values else values
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
+        if "start_from" in values:
+            values["start_from"] = path.parent / values["start_from"]
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(
-            f"recipe {path}: extends must be a path, model a table, and sources a list of tables with a path each"
+            f"recipe {path}: extends and start_from must be paths, model a table, and sources a list of tables with a "
+            "path each"
         ) from error
     except OSError as error:
         raise ValueError(f"recipe {path}: {error.strerror}; {advice}") from error
@@ -231,4 +236,4 @@ def _toml(value: object) -> str:
     if isinstance(value, Mapping):
         return f"{{ {', '.join(_table(value))} }}"
     # JSON strings are valid TOML basic strings, except that JSON does not escape DEL.
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

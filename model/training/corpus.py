@@ -122,10 +122,12 @@ class Corpus:
 
 
 def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], None]) -> Corpus:
-    """Read and tokenize the corpus files of a run. Load the tokenizer from `directory`, or train and save it there.
+    """Read and tokenize the corpus files of a run. Load the tokenizer from `directory`; if there is none, copy
+    that of `start_from` there, or train one.
 
     Raises:
         ValueError: a corpus file is unusable or too small, or `directory` holds another recipe's tokenizer.
+        CheckpointError: the tokenizer of `start_from` is missing or damaged.
     """
     sources = leave_out_held_out(map(read_source, config.sources))
     for source in sources:
@@ -145,6 +147,8 @@ def _tokenizer(
     config: TrainConfig, sources: Sequence[TextSource], directory: Path, report: Callable[[str], None]
 ) -> ByteLevelTokenizer:
     directory.mkdir(parents=True, exist_ok=True)
+    if not (directory / SPEC_FILE).exists() and config.start_from is not None:
+        save_native(load_native(config.start_from), directory)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
         report(f"training a tokenizer of {config.vocab_size:,} tokens")
         texts = (document.text for source in sources if source.config.repeats for document in source.train)

@@ -27,6 +27,7 @@ from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import check_writable, load_model, save_checkpoint
 from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
 from model.checkpoint.weights import remove_shards
+from model.config import ModelConfig
 from model.evaluation.evaluation import evaluate_checkpoint
 from model.evaluation.likelihood import HeldOut, evaluate
 from model.evaluation.prompts import DRAWS, PROMPTS, Complete, Prompt, Sampler, complete_one_by_one
@@ -166,6 +167,8 @@ class Trainer:
             if state.step:  # the optimizers have no state before the first step
                 self.optimizers.load_state_tensors(_below("optimizer/", state.tensors))
             self.step, self.seconds = state.step, state.seconds
+        elif config.start_from is not None:
+            self.model.load_state_dict(_start_weights(config.start_from, config.model))
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
         self._held_out = {
@@ -258,6 +261,21 @@ class Trainer:
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizers.state_tensors().items()}
         state = RunState(step=self.step, seconds=self.seconds, tensors=tensors)
         save_state(self.settings.run_directory, state, self.config, self._corpora)
+
+
+def _start_weights(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
+    """Return the weights of a Kvasir checkpoint. Raises CheckpointError, or ValueError for another architecture."""
+    manifest = read_manifest(directory)
+    theirs, ours = manifest.config.to_dict(), model.to_dict()
+    if different := [key for key in ours if ours[key] != theirs.get(key)]:
+        raise ValueError(
+            f"start_from {directory}: its {different[0]} is {theirs.get(different[0])}, the recipe's "
+            f"{ours[different[0]]}; give both models equal values"
+        )
+    if manifest.quantization is not None:
+        raise ValueError(f"start_from {directory}: its matrices are quantized; give the checkpoint before conversion")
+    backend = ATTENTION_BACKENDS["sdpa"]
+    return load_model(manifest, device="cpu", dtype=torch.float32, attention=backend).state_dict()
 
 
 def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None]) -> None:

@@ -308,3 +308,19 @@ def test_the_shipped_recipe_is_valid(tmp_path: Path) -> None:
             load_train_config(tmp_path / "a.toml")
     with pytest.raises(ValueError, match="No such file"):
         load_train_config(tmp_path / "b.toml")
+
+
+def test_a_run_starts_from_the_weights_and_the_tokenizer_of_a_checkpoint_of_its_architecture(tmp_path: Path) -> None:
+    train(config(), settings(tmp_path, "first"), lambda text: None, complete=no_completions)
+    first = tmp_path / "first-checkpoint"
+    again = config(start_from=first, sources=(dialogues(tmp_path), *config().sources), steps=4, decay_steps=1)
+    train(again, settings(tmp_path, "again"), lambda text: None, complete=no_completions)
+    losses = {run: [line["loss"] for line in read_log(tmp_path / run / "log.jsonl")] for run in ("first", "again")}
+    assert losses["again"][0] < min(losses["first"][:10])
+    assert (tmp_path / "again-checkpoint/tokenizer.tiktoken").read_bytes() == (
+        first / "tokenizer.tiktoken"
+    ).read_bytes()
+    assert "| start_from | first-checkpoint |" in (tmp_path / "again-checkpoint/MODEL_CARD.md").read_text()
+    deeper = ModelConfig.from_dict({**ROTARY, "vocab_size": 320, "num_layers": 3})
+    with pytest.raises(ValueError, match=r"its num_layers is \d, the recipe's 3"):
+        train(config(start_from=first, model=deeper), settings(tmp_path, "deeper"), lambda text: None)
