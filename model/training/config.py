@@ -66,6 +66,7 @@ class TrainConfig:
         from a stream of documents, and attention spans all documents of a sequence.
     chat_steps: number of last steps that train on conversations; if not 0, the tokenizer has ChatML's special tokens.
     dropout: dropout rate on the output of attention and MLP.
+    repetition_steps: number of last steps that also train against loops, see `OwnCompletions`; needs mask_documents.
     start_from: Kvasir checkpoint whose tokenizer and weights the run starts from; None: random weights, new tokenizer.
     """
 
@@ -90,6 +91,7 @@ class TrainConfig:
     mask_documents: bool = False
     chat_steps: _Number = 0
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    repetition_steps: _Number = 0
     start_from: Path | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +114,7 @@ class TrainConfig:
             "mask_documents does not support a sliding_window, attention = 'average', a score_soft_cap or positions "
             "that change attention scores: set mask_documents = false": has_only_plain_attention
             or not self.mask_documents,
+            "repetition_steps needs mask_documents = true": self.mask_documents or not self.repetition_steps,
             "no source is trained on: set repeats > 0 for at least one source": any(s.repeats for s in self.sources),
             "chat_steps needs a chat source: set chat_repeats > 0 for at least one source": (
                 not self.chat_steps or any(source.chat_repeats for source in self.sources)

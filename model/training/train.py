@@ -35,9 +35,10 @@ from model.nn.transformer import Block, Transformer
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, check_sources, read_corpus
-from model.training.data.batches import UNTRAINED, PackedDocuments
+from model.training.data.batches import UNTRAINED, Batch, PackedDocuments
 from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.optimizer import Optimizers, rate_factor
+from model.training.repetition import OwnCompletions, unlikelihood
 from model.training.state import (
     LOG_FILE,
     STATE_FILE,
@@ -119,7 +120,7 @@ def train(
             f"{config.checkpoint_minutes:g} min, then writes {settings.checkpoint}"
         )
         deterministic(config.seed)
-        trainer = Trainer(config, settings, read_corpus(config, settings.run_directory, report))
+        trainer = Trainer(config, settings, read_corpus(config, settings.run_directory, report), complete)
         if not trainer.run(report, should_stop):
             return False
         _finish(trainer, complete, report)
@@ -144,7 +145,9 @@ def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 class Trainer:
     """Training run in progress: model, optimizers, corpus and number of steps done."""
 
-    def __init__(self, config: TrainConfig, settings: RunSettings, corpus: Corpus) -> None:
+    def __init__(
+        self, config: TrainConfig, settings: RunSettings, corpus: Corpus, complete: Complete = complete_one_by_one
+    ) -> None:
         self.config = config
         self.settings = settings
         self.corpus = corpus
@@ -171,6 +174,7 @@ class Trainer:
             self.model.load_state_dict(_start_weights(config.start_from, config.model))
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
+        self._own = OwnCompletions(self.model, corpus.tokenizer, complete) if config.repetition_steps else None
         self._held_out = {
             source.config.name: source.held_out[:: max(1, len(source.held_out) // _HELD_OUT_TEXTS)]
             for source in corpus.sources
@@ -236,6 +240,8 @@ class Trainer:
         with torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=is_bfloat16):
             loss = self._loss(batch.inputs_T, batch.targets_T, metadata)
         loss.backward()
+        if self._own is not None and self.step >= self.config.steps - self.config.repetition_steps:
+            self._train_against_loops(self._own.batch(batch, self.step))
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizers.step(rate_factor(self.step, self.config))
         value = float(loss.detach())
@@ -246,6 +252,17 @@ class Trainer:
             )
         self.step += 1
         return value
+
+    def _train_against_loops(self, batch: Batch | None) -> None:
+        """Add the gradients of the unlikelihood of repeated tokens, if there are any."""
+        if batch is not None:
+            batch = batch.to(self.settings.device)
+            is_bfloat16 = self.settings.precision == "bfloat16"
+            with torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=is_bfloat16):
+                logits_TV = self.model(
+                    batch.inputs_T, PackedDocuments.of(batch, int(batch.starts_N.diff().max())), None
+                )
+            unlikelihood(logits_TV, batch.targets_T).backward()
 
     def held_out(self) -> dict[str, Any]:
         """Measure a sample of the held-out texts: one loss in nats per token, and the bits per byte of each source."""
