@@ -211,7 +211,7 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
     values = dict(architecture.values)
     for old, key in architecture.keys.items():
         if old not in found:
-            raise CheckpointError(f"{file.path}: the key {name}.{old} is missing; convert the model again")
+            raise CheckpointError(f"{file.path}: the metadata key {name}.{old} is missing; convert the model again")
         values[key] = found.pop(old)
     if (embedding := file.tensors.get("token_embd.weight")) is None:
         raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing; convert the model again")

@@ -187,7 +187,7 @@ class BatchOutput:
         """Open the batch's output file, read its lines, and cut off an incomplete last line.
 
         Raises:
-            ValueError: another batch writes to the file, or a line is not the output of a batch.
+            ValueError: another batch writes to the file, or a line was not written by `kvasir batch`.
         """
         file = path.open("a+b")
         output = cls(file, bad_lines)
@@ -207,7 +207,7 @@ class BatchOutput:
                     output._add(json.loads(text))
                 except (ValueError, KeyError, TypeError):
                     raise ValueError(
-                        f"{path}, line {number}: not the output of a batch; choose another output file"
+                        f"{path}, line {number}: this line was not written by kvasir batch; choose another output file"
                     ) from None
         except BaseException:
             file.close()

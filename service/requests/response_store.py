@@ -115,7 +115,9 @@ class BufferedResponse:
         self._on_change(self)
 
     def read(self, start: int) -> bytes:
-        """Return the parts from number `start` on, joined, as sent to a client, and count their tokens as read.
+        """Return the parts from number `start` on, joined, as sent to a client.
+
+        Record their tokens as read: `abandon` does not count them as wasted.
 
         Part `start` must still be in the buffer. Events get SSE ids if the client can resume the stream by them.
         """

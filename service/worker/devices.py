@@ -20,7 +20,10 @@ def take_device(settings: ModelSettings, server: ServerNeeds) -> ModelSettings:
     """
     count, index = server.num_workers, server.worker_index
     if ":" in settings.device:
-        raise SettingsError(f"--devices {count} cannot be combined with --device {settings.device}; omit one of both")
+        raise SettingsError(
+            f"--device {settings.device} names one GPU, but each of the --devices {count} workers needs its own; "
+            "leave out --device or --devices"
+        )
     instances = mig_instances() if settings.device != "cpu" else []
     num_gpus = len(instances) or (torch.cuda.device_count() if settings.device != "cpu" else 0)
     if settings.device == "cpu" or (settings.device == "auto" and not num_gpus):

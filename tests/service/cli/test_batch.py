@@ -305,7 +305,7 @@ def test_foreign_files_and_files_in_use_are_left_alone(
 ) -> None:
     asked, out = write(tmp_path / "in", request_line("a")), write(tmp_path / "out", "my notes")
     assert run(server, asked, out) == 1
-    assert "line 1: not the output of a batch" in capsys.readouterr().err
+    assert "line 1: this line was not written by kvasir batch" in capsys.readouterr().err
     assert out.read_text() == "my notes\n"
     assert run(server, asked, asked) == 2
     assert run(server, tmp_path / "missing", out) == 1

@@ -60,7 +60,7 @@ def test_each_worker_sees_the_mig_instance_of_its_number_alone(
         ("auto", "", "--devices 5 needs as many CPUs, and there are 4; lower --devices"),
         ("cuda", "", "--devices 5 needs as many GPUs, and there are 0; lower --devices"),
         ("auto", "MIG-a,MIG-b", "--devices 5 needs as many GPUs, and there are 2; lower --devices"),
-        ("cuda:1", "", "--devices 5 cannot be combined with --device cuda:1; omit one of both"),
+        ("cuda:1", "", "--device cuda:1 names one GPU, but each of the --devices 5 workers needs its own;"),
     ],
 )
 def test_more_workers_than_devices_are_rejected(
