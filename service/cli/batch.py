@@ -129,7 +129,7 @@ def _read_line(number: int, text: bytes) -> BatchLine:
     custom_id = values.get("custom_id") if isinstance(values, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
         return BatchLine(
-            number=number, custom_id=None, error="custom_id must be a text that is not empty, in an object; add it"
+            number=number, custom_id=None, error="not an object with a custom_id, a text that is not empty; add it"
         )
     url, body, reason = values.get("url"), values.get("body"), None
     if values.get("method") != "POST":

@@ -321,7 +321,7 @@ class ResponseStore:
         buffered, start = self._by_id.get(match[1]), int(match[2]) + 1
         if buffered is None or buffered.identity.tenant != identity.tenant or not buffered.has(start):
             raise ResponseGone(
-                "the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"
+                "the events after Last-Event-ID are not stored; repeat the request without Last-Event-ID"
             )
         if identity.path != buffered.identity.path or (has_body and identity.digest != buffered.identity.digest):
             raise InvalidRequest(

@@ -31,7 +31,7 @@ def take_device(settings: ModelSettings, server: ServerNeeds) -> ModelSettings:
     else:
         num_devices, kind = num_gpus, "GPUs"
     if num_devices < count:
-        raise SettingsError(f"--devices {count} needs as many {kind}, and there are {num_devices}; lower --devices")
+        raise SettingsError(f"--devices {count} needs {count} {kind}, but {num_devices} are available; lower --devices")
     if kind == "CPUs":
         os.sched_setaffinity(0, cpu_shares(count)[index])
         return settings.model_copy(update={"device": "cpu"})

@@ -169,7 +169,7 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
         ({"llama.attention.head_count": -1}, "num_attention_heads must be a positive integer"),
         ({"llama.attention.head_count": "4"}, "malformed"),
         ({"llama.embedding_length": 36}, "has shape .300, 32., but the config requires .300, 36."),
-        ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length differs between layers"),
+        ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length is empty or differs between layers"),
         ({"llama.attention.value_length": 4}, "keys and values have different sizes"),
         ({"llama.expert_count": 8}, "the metadata key llama.expert_used_count is missing"),
         ({"llama.expert_shared_count": 1}, "expert_shared_count=1: unknown key"),

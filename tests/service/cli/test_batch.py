@@ -166,8 +166,8 @@ def test_a_corrected_line_no_longer_counts_as_failed(server: FakeServer, tmp_pat
     [
         ("nonsense", "not valid JSON"),
         ("[" * 100_000, "not valid JSON: nested too deeply"),
-        ("[]", "custom_id must be"),
-        ('{"custom_id": 3}', "custom_id must be"),
+        ("[]", "not an object with a custom_id"),
+        ('{"custom_id": 3}', "not an object with a custom_id"),
         ('{"custom_id": "x", "method": "GET"}', 'method must be "POST"'),
         ('{"custom_id": "x", "method": "POST", "url": "http://a/b", "body": {}}', "url must be the path"),
         ('{"custom_id": "x", "method": "POST", "url": "/a b", "body": {}}', "url must be the path"),
