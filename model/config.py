@@ -297,7 +297,7 @@ class ModelConfig:
                 raise ValueError(f"{count:,} experts, but at most {MAX_EXPERTS:,} are supported; use a smaller model")
         for name, layers in layer_lists.items():
             if len([layer for layer in dict.fromkeys(layers) if 0 <= layer < self.num_layers]) != len(layers):
-                raise ValueError(f"{name} must be layers from 0 to {self.num_layers - 1}, each once, not {layers}")
+                raise ValueError(f"{name} must list layers from 0 to {self.num_layers - 1}, none twice, not {layers}")
 
     @property
     def num_queries_per_kv_head(self) -> int:

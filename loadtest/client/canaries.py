@@ -32,7 +32,9 @@ class Canaries:
             answers = [send(question) for _ in range(2)]
             for answer in answers:
                 if answer.ending is not Ending.OK:
-                    raise MeasurementFailed(f"a canary fails on the idle server: {answer.ending}: {answer.detail}")
+                    raise MeasurementFailed(
+                        f"a canary request failed on the idle server: {answer.ending}: {answer.detail}"
+                    )
             if any(one.text != other.text for one, other in pairwise(answers)):
                 raise MeasurementFailed("the idle server answers a greedy request in two ways; use --canary-share 0")
             known.append(replace(question, expected=answers[0].text))

@@ -182,7 +182,7 @@ def install(files: PeerFiles, environment: str) -> None:
 
 
 def _write_our_model(files: PeerFiles, cell: Cell) -> None:
-    """Write a Kvasir checkpoint, an export for the peers' converters, and llama.cpp's file if Kvasir is to read it."""
+    """Write a Kvasir checkpoint, its export for the peers' converters, and llama.cpp's GGUF file if Kvasir reads it."""
     ours, exported = files.model(cell, "ours"), files.model(cell, "hugging_face")
     if not (ours / "manifest.json").is_file():
         write_random_checkpoint(ours, cell.shape, dtype="bfloat16")

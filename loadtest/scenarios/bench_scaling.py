@@ -39,8 +39,8 @@ _READ_BYTES = 2**24
 def fits(xs: Sequence[float], ys: Sequence[float]) -> dict[str, Any]:
     """Return two least-squares fits: y = factor * x^exponent, and y = fixed + each * x.
 
-    The first minimizes errors of logarithms, the second relative errors. `last` is the exponent between the points with
-    the two largest x.
+    The first minimizes errors of logarithms, the second relative errors. `last` is the exponent of the power law
+    through the two points with the largest x.
     """
     x, y = np.array(sorted(zip(xs, ys, strict=True)), dtype=np.float64).T
     exponent, constant = np.polyfit(np.log(x), np.log(y), 1)

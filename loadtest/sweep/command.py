@@ -112,7 +112,7 @@ def probe(client: CompletionClient, requests: Sequence[LoadRequest], model: str)
     outcomes = [client.complete(request, model=model) for request in requests]
     for outcome in outcomes:
         if outcome.ending.is_failure:
-            raise MeasurementFailed(f"a request alone fails: {outcome.ending}: {outcome.detail}")
+            raise MeasurementFailed(f"the only request in flight failed: {outcome.ending}: {outcome.detail}")
     return statistics.median(outcome.e2e_seconds for outcome in outcomes)
 
 

@@ -104,7 +104,10 @@ class Level:
         )
 
     def is_open(self, window: LoadWindow) -> bool:
-        """Return True if a request that counts has not ended: any in a stable load, otherwise any that has tokens."""
+        """Return True if a request that counts has not ended by the end of this window.
+
+        In a stable load, all requests after the warm-up count, otherwise those with tokens.
+        """
         began, ended = self.ends[self.warm_up] - self.window_seconds, self.ends[-1]
         return any(
             not 0.0 < outcome.end_seconds <= window.ended_seconds

@@ -33,7 +33,7 @@ _STYLE = {
 
 
 def draw(name: str, fill: Callable[[Axes], None]) -> str:
-    """Return a plot as an SVG element, whose axes the function fills."""
+    """Return a plot as an SVG element. `fill` draws into its axes."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(6, 3.6), layout="constrained")
         axes = figure.subplots()

@@ -21,7 +21,7 @@ _LEAST_SHARE = 1 / 64  # of the first rate: lower rates are not tried
 
 
 class Estimate(NamedTuple):
-    """Mean of the windows, and its confidence interval."""
+    """Mean of a figure over windows, and the bounds of its confidence interval."""
 
     mean: float
     low: float
@@ -29,15 +29,16 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Return the mean of the values of independent windows, with its interval by Student's t."""
+    """Return the mean of a figure's values in independent windows, with its interval by Student's t."""
     mean, error = float(np.mean(values)), float(stats.sem(values)) if len(values) > 1 else math.inf
     margin = error * float(stats.t.ppf((1 + confidence) / 2, max(1, len(values) - 1)))
     return Estimate(mean, mean - margin, mean + margin)
 
 
 def at_capacity(levels: Sequence[Level]) -> list[Level]:
-    """Return the overloaded levels up to 1.6 times the lowest one; if possible, those well above what any one served.
+    """Return the levels that show the capacity: overloaded, at rates up to 1.6 times the lowest overloaded rate.
 
+    Of these, only levels with rates over 1.03 times the most that any of them served, if there are such levels.
     Below the capacity, a server with a short queue rejects bursts, and a slowly growing queue is empty at first.
     """
     overloaded = [level for level in levels if is_overloaded(level, levels)]
@@ -74,9 +75,9 @@ def settled(levels: Sequence[Level]) -> dict[float, State]:
 
 
 def bracket(verdicts: Mapping[float, bool | None]) -> tuple[float, float]:
-    """Return the highest good rate below all bad ones, and the lowest other rate above it. None: neither good nor bad.
+    """Return the highest good rate below all bad rates, and the lowest measured rate above the good one.
 
-    Verdicts are ordered by rate. 0 and infinity stand for no rate.
+    verdicts: by rate, True: good, False: bad, None: unclear. A missing rate is 0, or infinity.
     """
     bad = min((rate for rate, verdict in verdicts.items() if verdict is False), default=math.inf)
     good = max((rate for rate, verdict in verdicts.items() if verdict and rate < bad), default=0.0)

@@ -143,7 +143,7 @@ class AttentionMetadata:
 
     @functools.cached_property
     def kernel_arguments(self) -> dict[object, Any]:
-        """Return the cache of this step, in which backends keep values that are the same for all layers."""
+        """Return this step's dict of values that are the same for all layers, such as kernel arguments."""
         return {}
 
     def decode_view(self, window: int | None, block_size: int) -> DecodeView:

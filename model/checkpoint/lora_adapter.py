@@ -119,7 +119,9 @@ class _Config:
 
 def _match(match: Callable[..., Any], pattern: str, module: str, path: Path) -> bool:
     if len(pattern) > _MAX_PATTERN_CHARACTERS or _MANY_REPETITIONS.search(pattern):
-        raise CheckpointError(f"{path}: the pattern {pattern!r} is too large; list the names of the modules")
+        raise CheckpointError(
+            f"{path}: the pattern {pattern!r} is too long or repeats too often; list the names of the modules"
+        )
     try:
         return match(pattern, module, timeout=_REGEX_SECONDS) is not None
     except (regex.error, TimeoutError, RecursionError, OverflowError, MemoryError) as error:

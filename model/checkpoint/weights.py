@@ -144,7 +144,10 @@ def part_views(tensor: Tensor, layout: Layout, rows: Iterable[int], config: Mode
 
 
 def _copy_file(path: Path, wanted: list[tuple[TensorHeader, Tensor, Layout]]) -> None:
-    """Copy tensors of one file to views of model tensors, in slices. Raises CheckpointError; see `check_finite`."""
+    """Copy tensors of one file to views of model tensors, in slices.
+
+    Raises CheckpointError if the file cannot be read, or as `check_finite` does.
+    """
     pending = deque((header, layout, *piece) for header, target, layout in wanted for piece in _slices(target))
     while pending:
         mapped = 0

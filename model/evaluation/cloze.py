@@ -33,7 +33,9 @@ def cloze_questions(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 
 def cloze_accuracy(model: Transformer, tokenizer: Tokenizer, questions: Sequence[tuple[str, list[str]]]) -> float:
-    """Return the share of questions, at least one, whose own ending has the highest log-likelihood per token.
+    """Return the share of questions whose correct ending, the first, has the highest log-likelihood per token.
+
+    Requires at least one question.
 
     Raises:
         ValueError: the tokenizer cannot encode a text.

@@ -211,7 +211,7 @@ def _config_values(file: GgufFile, name: str, architecture: _Architecture) -> di
     values = dict(architecture.values)
     for old, key in architecture.keys.items():
         if old not in found:
-            raise CheckpointError(f"{file.path}: the key {name}.{old} is missing; convert the model again")
+            raise CheckpointError(f"{file.path}: the metadata key {name}.{old} is missing; convert the model again")
         values[key] = found.pop(old)
     if (embedding := file.tensors.get("token_embd.weight")) is None:
         raise CheckpointError(f"{file.path}: the tensor token_embd.weight is missing; convert the model again")
@@ -306,9 +306,7 @@ def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
         if key.startswith(prefix) and key != f"{prefix}{_WINDOWS}":
             values = file.numbers(key)
             if not values or (len(set(values)) > 1 and key != _MLP_SIZES):
-                raise CheckpointError(
-                    f"{file.path}: {key} differs between layers, which is not implemented; use another model"
-                )
+                raise CheckpointError(f"{file.path}: {key} is empty or differs between layers; use another model")
             found[key.removeprefix(prefix)] = values[0]
     for key, value in found.items():
         if isinstance(value, float):  # of float32: 1e-06, not 9.999999974752427e-07

@@ -28,7 +28,7 @@ class Encoding(Protocol):
     """Format in which a matrix is stored as one or more tensors. Its type selects the decoder."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
+        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class PlainEncoding:
     kind: str
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and the shape of the only stored tensor, by the last part of the tensor's name."""
+        """Return the dtypes and the shape that the only stored tensor may have, by the last part of its name."""
         return {self.kind: (WEIGHT_DTYPES, (shape,))}
 
 
@@ -54,7 +54,7 @@ class GptqEncoding:
     zero_shift: int
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
+        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         return {
@@ -75,7 +75,7 @@ class AwqEncoding:
     group_size: int | None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
+        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         groups, words = _ceil_divide(inputs, self.group_size or inputs), _ceil_divide(outputs, 8)
         return {
@@ -100,7 +100,7 @@ class PackedEncoding:
     has_offsets: bool = False
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
+        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         zeros: Roles = {"weight_zero_point": (_INT32, ((_ceil_divide(outputs, 8), groups),))}
@@ -121,7 +121,7 @@ class Int8Encoding:
     """Format `int-quantized` of compressed-tensors: int8 weights, with a scale for each output or for the matrix."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
+        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         return {"weight": (("I8",), (shape,)), "weight_scale": (WEIGHT_DTYPES, ((shape[0], 1), (1,), ()))}
 
 
@@ -137,7 +137,7 @@ class Fp8Encoding:
     block: tuple[int, int] | None = None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and shapes of a matrix's stored tensors, by the last part of the tensor's name."""
+        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         shapes: tuple[tuple[int, ...], ...] = (outputs, 1), (1,), ()
         if self.block is not None:
@@ -150,7 +150,7 @@ class GgufEncoding:
     """Blocks of quantized numbers in a GGUF file. A tensor's dtype is the name of its block type, such as Q4_K."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return possible dtypes and the shape of the only stored tensor, by the last part of the tensor's name."""
+        """Return the dtypes and the shape that the only stored tensor may have, by the last part of its name."""
         return {"weight": (tuple(name for name, kind in TENSOR_TYPES.items() if kind.is_quantized), (shape,))}
 
 
@@ -311,7 +311,9 @@ def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
     found = [(name, value) for name in names if (value := reader.value(name)) is not None]
     name, size = found[0] if found else (names[0], 128)
     if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and (size < _GROUP or size % _GROUP)):
-        reader.reject(name, size, f"supported are -1 and multiples of {_GROUP}; use a checkpoint with one of these")
+        reader.reject(
+            name, size, f"supported are -1 (one group) and multiples of {_GROUP}; use a checkpoint with one of these"
+        )
     return None if size == -1 else size
 
 

@@ -1,9 +1,9 @@
 """Parameter counts of each part of a model, by formula and by the shapes of the part's tensors. Torch-free.
 
 Letters: V vocabulary, n context, L layers, d width, h query heads, g key/value heads, d_k and d_v numbers of a key and
-of a value, m width of the MLP, e experts of a layer, f width of an expert, b buckets of distances, r maximum relative
-distance. D numbers of a key and of a value in global layers, M width of the MLP in layers without keys of their own,
-p numbers of a layer's own input.
+of a value, m width of the MLP, e experts of a layer, f width of an expert, b buckets of token distances (T5), r maximum
+relative distance. D numbers of a key and of a value in global layers, M width of the MLP in layers that use another
+layer's keys and values, p size of the vector that each layer gets for each token (Gemma 4).
 """
 
 import dataclasses

@@ -55,7 +55,8 @@ _MAX_OVERREAD = 64  # numbers that the kernels read past the last layer's inputs
 def computes(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Return whether `NativeTransformer` supports a model with this config and dtype.
 
-    Needed: float32 or bfloat16, softmax attention, and even sizes of a token's vectors, up to `_MAX_ROW_SIZE`.
+    Needed: float32 or bfloat16, softmax attention, and widths (hidden, MLP, all heads together) that are even and at
+    most `_MAX_ROW_SIZE`.
     """
     inputs, experts = config.layer_input_size or 0, 0 if config.experts is None else config.experts.mlp_size
     heads = {config.num_heads * config.head_dim_of(layer) for layer in range(config.num_layers)}

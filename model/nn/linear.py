@@ -200,9 +200,9 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
 def replace_linears(model: Transformer, kind: str | MakeLinear) -> None:
     """Replace every linear layer of a model, in place, by a kind in `LINEAR_KINDS` or by a function's result.
 
-    Matrices of int4 are chosen by `matrix_kind`. Each original is freed. A tied LM head becomes a layer of its own. If
-    it is quantized, the token embedding reads its rows (`QuantizedEmbedding`); otherwise the token embedding stays in
-    memory beside it.
+    For int4, `matrix_kind` selects the kind of each matrix: some become int8. Each original is freed. A tied LM head
+    becomes a layer of its own. If the LM head is quantized, the token embedding reads its rows (`QuantizedEmbedding`);
+    otherwise the token embedding stays in memory too.
     """
 
     def make(name: str, weight_FE: Tensor, bias_F: Tensor | None) -> nn.Module:

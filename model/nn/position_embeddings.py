@@ -95,9 +95,10 @@ def scale_frequencies(frequencies: Tensor, theta: float, scaling: RopeScaling | 
     llama3: let r = original context / wavelength. Frequencies with r under `low_freq_factor` are divided by the factor,
     frequencies with r over `high_freq_factor` are unchanged, with a linear ramp in r between: "NTK by parts" of Peng et
     al. 2023 (arXiv 2309.00071), section 3.2.
-    yarn: as llama3, with a ramp in the frequency's number i between the numbers of `beta_fast` and `beta_slow` turns in
-    the original context, rounded to whole numbers (the same section).
-    longrope, dynamic: `RopeScaling.divisors` or `stretched_theta` has scaled them already.
+    yarn: as llama3, with a ramp over the frequency's index i: from the index of the frequency that makes `beta_fast`
+    turns in the original context (unchanged) to that of `beta_slow` turns (divided), rounded outwards (the same
+    section).
+    longrope, dynamic: unchanged, because `RopeScaling.divisors` or `stretched_theta` has scaled them already.
     proportional: all frequencies are divided by the factor, and those after the first `rotated_fraction` are set to 0.
     """
     if scaling is None or scaling.kind in (RopeScalingKind.LONGROPE, RopeScalingKind.DYNAMIC):

@@ -28,7 +28,7 @@ class LarkDocument:
         self._nested: list[dict[str, Any]] = []
 
     def literal(self, text: str) -> str:
-        """Return a Lark expression for exactly this text, in which each mark is one token."""
+        """Return a Lark expression for exactly this text, in which each tag of `mark_ids` is one token."""
         pieces, start = [], 0
         for found in self._split.finditer(text) if self._split else ():
             pieces += [_quote(text[start : found.start()]), f"<[{self._mark_ids[found[0]]}]>"]
@@ -37,7 +37,7 @@ class LarkDocument:
         return " ".join(piece for piece in pieces if piece) or '""'
 
     def plain(self, text: str) -> str:
-        """Return a Lark expression for exactly this text of a client, in which names of marks are ordinary text."""
+        """Return a Lark expression for exactly this text of a client, in which tags are plain text."""
         return _quote(text) or '""'
 
     def until(self, text: str, *, regex: str = "", min_length: int = 0, max_length: int | None = None) -> str:

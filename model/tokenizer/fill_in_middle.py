@@ -57,7 +57,7 @@ class FillInMiddle:
 
 
 def find_fill_in_middle(tokenizer: Tokenizer) -> FillInMiddle | None:
-    """Return the first format of which the tokenizer has all markers; None: it has the markers of no format."""
+    """Return the first format whose markers are all tokens of the tokenizer; None if there is no such format."""
     for parts, ends in _FORMATS:
         found = {name: tokenizer.find_token(name) for name in (*_markers(parts), *ends)}
         marker_ids = {token_id: name for name in _markers(parts) if (token_id := found[name]) is not None}

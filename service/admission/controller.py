@@ -79,7 +79,7 @@ class Rate:
         self._num_events += amount > 0.0
 
     def doubt(self) -> None:
-        """Give the average the weight of one event. The rate is then unknown until enough further events."""
+        """Keep the rate, with the weight of one event. It counts as unknown until enough further events."""
         if self._amount > 0.0:
             self._amount, self._seconds = 1.0, self._seconds / self._amount
         self._num_events = 0

@@ -96,8 +96,8 @@ class Adapters:
         free = available_memory_bytes()
         if needed > free:
             raise InvalidRequest(
-                f"lora_path: loading this adapter takes {needed >> 20} MiB of memory, and {free >> 20} MiB are free; "
-                "unload another adapter first",
+                f"lora_path: this adapter needs {needed >> 20} MiB of memory to load, but {free >> 20} MiB are free; "
+                "free memory, or unload another adapter",
                 param="lora_path",
             )
         return adapter

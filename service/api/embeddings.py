@@ -92,7 +92,7 @@ class GroupedBody(Delivery):
 
     @abstractmethod
     def _receive(self, choice: Choice, delta: TokenDelta) -> None:
-        """Store the result of a sequence, such as its embedding, from its only token delta."""
+        """Store the result of a sequence, such as its embedding. The sequence has one delta, which has the result."""
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
         """Return a further group to submit if the results so far are not enough, else None. Subclasses override it."""

@@ -114,7 +114,10 @@ class ResponseBuilder(ABC):
 
     @abstractmethod
     def _text_event(self, choice: Choice, kind: PartKind, text: str) -> Event:
-        """Return the event of a part's text, not yet encoded. If `kind` is CALL, the text is the tool's name."""
+        """Return the event of one part of the output, not yet encoded.
+
+        text: the part's text; of a part of kind CALL, the tool's name.
+        """
 
     def end_of_stream(self, usage: responses.Usage | None, timings: responses.Timings) -> list[bytes]:
         """Return the encoded events after the last choice has ended: usage, unless it is None, and [DONE]."""

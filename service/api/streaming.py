@@ -98,7 +98,10 @@ class Delivery(Response, ABC):
 
     @property
     def token_seconds(self) -> tuple[float, float] | None:
-        """Times at which the first and the last token of all choices left the server; None without a token."""
+        """Times of the first and the last token sent to the client, of all choices together; None before a token.
+
+        In `time.monotonic()` seconds.
+        """
         firsts, lasts = self._first_token_seconds.values(), self._last_token_seconds.values()
         return (min(firsts), max(lasts, default=min(firsts))) if firsts else None
 

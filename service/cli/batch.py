@@ -129,7 +129,7 @@ def _read_line(number: int, text: bytes) -> BatchLine:
     custom_id = values.get("custom_id") if isinstance(values, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
         return BatchLine(
-            number=number, custom_id=None, error="custom_id must be a text that is not empty, in an object; add it"
+            number=number, custom_id=None, error="not an object with a custom_id, a text that is not empty; add it"
         )
     url, body, reason = values.get("url"), values.get("body"), None
     if values.get("method") != "POST":
@@ -187,7 +187,7 @@ class BatchOutput:
         """Open the batch's output file, read its lines, and cut off an incomplete last line.
 
         Raises:
-            ValueError: another batch writes to the file, or a line is not the output of a batch.
+            ValueError: another batch writes to the file, or a line was not written by `kvasir batch`.
         """
         file = path.open("a+b")
         output = cls(file, bad_lines)
@@ -207,7 +207,7 @@ class BatchOutput:
                     output._add(json.loads(text))
                 except (ValueError, KeyError, TypeError):
                     raise ValueError(
-                        f"{path}, line {number}: not the output of a batch; choose another output file"
+                        f"{path}, line {number}: this line was not written by kvasir batch; choose another output file"
                     ) from None
         except BaseException:
             file.close()

@@ -67,7 +67,9 @@ class ChatClient:
                         return
                     yield from _deltas(json.loads(data))
             except (OSError, http.client.HTTPException) as error:
-                raise ChatError(f"the connection was lost ({_cause(error)})", "/retry asks again") from None
+                raise ChatError(
+                    f"the connection to the server was lost ({_cause(error)})", "/retry asks again"
+                ) from None
             except ValueError:
                 raise ChatError("the server sent an event that is not JSON", "/retry asks again") from None
         raise ChatError("the stream ended before the answer was finished", "/retry asks again")

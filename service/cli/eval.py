@@ -129,7 +129,8 @@ def _read_splits(settings: EvalSettings) -> dict[str, list[str]]:
         name, _, path = text.partition("=")
         if any(source.name == name for source in sources):
             raise SettingsError(
-                f"--texts {text}: another text or a source of the recipe has the name {name}; choose another name"
+                f"--texts {text}: the name {name} is already used by another text or by a source of the recipe; "
+                "choose another name"
             )
         sources.append(SourceConfig(name=name, path=Path(path), repeats=0, held_out=1.0, licence=""))
     check_sources(sources)

@@ -24,7 +24,7 @@ def main(settings: GenerateSettings) -> int:
         print(f"kvasir generate: warning: {warning}", file=sys.stderr)
     if defaults.ignored:
         file, names = generation_config_path(manifest.directory).name, ", ".join(defaults.ignored)
-        print(f"kvasir generate: warning: {file}: {names}: not supported, ignored", file=sys.stderr)
+        print(f"kvasir generate: warning: {file}: unsupported keys, ignored: {names}", file=sys.stderr)
     submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
     engine, facts = build_engine(settings, manifest)
     begun = time.monotonic()

@@ -68,7 +68,7 @@ def main(settings: InspectSettings) -> int:
                 width = max(len(name) for name, _ in rows)
                 print(title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows), "", sep="\n")
     if found.refusals:
-        print(f"kvasir inspect: would be rejected: {found.refusals[0]}", file=sys.stderr)
+        print(f"kvasir inspect: a server would reject this: {found.refusals[0]}", file=sys.stderr)
     return 1 if found.refusals else 0
 
 

@@ -493,7 +493,10 @@ def effective_values(settings: CommandSettings, found: Mapping[str, object]) -> 
 
 
 def effective_settings(settings: CommandSettings, found: Mapping[str, object]) -> dict[str, str]:
-    """Return the effective value of each setting by name, as text. `found`: as for `effective_values`."""
+    """Return the effective value of each setting by name, as text.
+
+    found: values that replace "auto", and further values.
+    """
     values = {**dict(settings), **found}
     return {
         name: value.human_readable() if isinstance(value, ByteSize) else "none" if value in (None, ()) else str(value)

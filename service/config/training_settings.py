@@ -47,9 +47,9 @@ class TrainSettings(CommandSettings):
         if bool(self.corpus) == (self.config is not None):
             raise ValueError("give either --corpus (a training text) or --config (a recipe)")
         if self.corpus and self.steps is not None:
-            raise ValueError("--steps needs --config; with --corpus set the duration by --minutes")
+            raise ValueError("--steps needs --config; with --corpus, set the duration with --minutes")
         if self.config is not None and "minutes" in self.model_fields_set:
-            raise ValueError("--minutes needs --corpus; with --config set the duration by --steps")
+            raise ValueError("--minutes needs --corpus; with --config, set the duration with --steps")
         return self
 
 

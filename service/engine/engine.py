@@ -134,7 +134,7 @@ class Engine:
         self._scheduler.reset_prefix_cache()
 
     def log_prefix_cache(self) -> CacheLog:
-        """Begin to record the changes of the prefix cache, and return the record."""
+        """Begin to record the changes of the prefix cache; return the `CacheLog` that collects them."""
         return self._scheduler.log_prefix_cache()
 
     def prepare_grammars(self) -> None:

@@ -62,10 +62,10 @@ class Lifecycle:
 
 
 class WorkerState:
-    """State of a worker and of its replacements: values in shared memory, whose file descriptor each worker gets.
+    """State of a worker in shared memory, kept when the worker is replaced.
 
     Args:
-        descriptor: file descriptor of the memory that main has created; None creates the memory.
+        descriptor: file descriptor of the memory, which a worker process gets from main; None: create the memory.
     """
 
     def __init__(self, descriptor: int | None = None) -> None:

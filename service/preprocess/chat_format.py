@@ -23,7 +23,7 @@ _PROBE_IN_JSON = re.compile(r'"kvasir_key":\s*"kvasir_value"')
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """Formats of chat completions.
+    """Formats in which a model writes tool calls and reasoning, and in which its chat template expects tools.
 
     tools: format of tool calls.
     reasoning: format of the model's reasoning, such as <think> tags around it; None: the model does not reason.

@@ -88,8 +88,8 @@ class ChatPrompts:
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)
         if strict is not None and form.is_plain:
             raise InvalidRequest(
-                f"tools: {strict!r} is strict, but this model has no chat template in use; leave out strict, or start "
-                "the server with --tool-format",
+                f"tools: {strict!r} is strict, but the model's format of tool calls is unknown; leave out strict, or "
+                "start the server with --tool-format",
                 param="tools",
             )
         more = dict(asked.chat_template_kwargs or {})

@@ -66,9 +66,9 @@ class LogprobWriter:
         return written
 
     def _begin(self, visible_token_ids: frozenset[int]) -> None:
-        """Begin a run of tokens.
+        """Begin the text after this point anew: an incomplete character before it stays incomplete.
 
-        The special tokens `visible_token_ids` add their names. No character spans two runs.
+        From here on, the special tokens `visible_token_ids` add their names to the text.
         """
         self._num_characters += len(self._decoder.flush())
         self._visible_token_ids = visible_token_ids

@@ -481,7 +481,10 @@ def _message(**fields: Any) -> Message:
 
 
 def _call(item: InputFunctionCall, number: int) -> PastToolCall:
-    """Return a call in the form of chat completions. Raises InvalidRequest for arguments that are no JSON object."""
+    """Return a function call among the input items in the form of chat completions.
+
+    Raises InvalidRequest if its arguments are not a JSON object.
+    """
     function = CalledFunction(name=item.name, arguments=item.arguments)
     if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"

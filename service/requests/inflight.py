@@ -29,7 +29,8 @@ MAX_BACKLOG: Final = 8192
 class Choice:
     """One completion of a request: the `index`th of the response, for the `prompt_index`th prompt.
 
-    num_hidden_prompt_tokens: number of tokens at the prompt's start whose special tokens `prompt_text` leaves out.
+    num_hidden_prompt_tokens: length of the prompt's beginning, in tokens, in which `prompt_text` leaves out special
+        tokens.
 
     prompt_logprobs: one list, shared by all samples of a prompt. The first sample fills the list before the first token
         of another sample, because the engine serves equal priorities in arrival order.

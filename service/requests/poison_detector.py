@@ -11,7 +11,10 @@ _STRIKES_BEFORE_TRIAL = 2
 
 
 class PoisonRequestDetector:
-    """Strikes of unfinished requests by uid, and the requests that are held back from the worker during a trial."""
+    """Detector of requests that crash the worker. It counts crashes (strikes) of unfinished requests by uid.
+
+    While it tries a suspect alone, it holds all other requests back from the worker.
+    """
 
     def __init__(self) -> None:
         self._running: dict[str, None] = {}  # in order of start; no progress since

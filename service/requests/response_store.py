@@ -115,7 +115,9 @@ class BufferedResponse:
         self._on_change(self)
 
     def read(self, start: int) -> bytes:
-        """Return the parts from number `start` on, joined, as sent to a client, and count their tokens as read.
+        """Return the parts from number `start` on, joined, as sent to a client.
+
+        Record their tokens as read: `abandon` does not count them as wasted.
 
         Part `start` must still be in the buffer. Events get SSE ids if the client can resume the stream by them.
         """
@@ -319,7 +321,7 @@ class ResponseStore:
         buffered, start = self._by_id.get(match[1]), int(match[2]) + 1
         if buffered is None or buffered.identity.tenant != identity.tenant or not buffered.has(start):
             raise ResponseGone(
-                "the events after Last-Event-ID are no longer stored; repeat the request without Last-Event-ID"
+                "the events after Last-Event-ID are not stored; repeat the request without Last-Event-ID"
             )
         if identity.path != buffered.identity.path or (has_body and identity.digest != buffered.identity.digest):
             raise InvalidRequest(

@@ -107,12 +107,13 @@ class StoredResponses:
         if needed > self._max_bytes:
             raise InvalidRequest(
                 f"the input needs {needed} bytes in the response store, over its limit of {self._max_bytes}; "
-                "send store: false",
+                "shorten the input, or send store: false without background",
                 param="store",
             )
         if needed + running > self._max_bytes:
             raise ResponseStoreFull(
-                "the response store is full of running background responses; try again later, or send store: false",
+                "the response store is full of running background responses; try again later, or send store: false "
+                "without background",
                 retry_after_seconds=_RETRY_SECONDS,
             )
 

@@ -20,7 +20,10 @@ def take_device(settings: ModelSettings, server: ServerNeeds) -> ModelSettings:
     """
     count, index = server.num_workers, server.worker_index
     if ":" in settings.device:
-        raise SettingsError(f"--devices {count} cannot be combined with --device {settings.device}; omit one of both")
+        raise SettingsError(
+            f"--device {settings.device} names one GPU, but each of the --devices {count} workers needs its own; "
+            "leave out --device or --devices"
+        )
     instances = mig_instances() if settings.device != "cpu" else []
     num_gpus = len(instances) or (torch.cuda.device_count() if settings.device != "cpu" else 0)
     if settings.device == "cpu" or (settings.device == "auto" and not num_gpus):
@@ -28,7 +31,7 @@ def take_device(settings: ModelSettings, server: ServerNeeds) -> ModelSettings:
     else:
         num_devices, kind = num_gpus, "GPUs"
     if num_devices < count:
-        raise SettingsError(f"--devices {count} needs as many {kind}, and there are {num_devices}; lower --devices")
+        raise SettingsError(f"--devices {count} needs {count} {kind}, but {num_devices} are available; lower --devices")
     if kind == "CPUs":
         os.sched_setaffinity(0, cpu_shares(count)[index])
         return settings.model_copy(update={"device": "cpu"})

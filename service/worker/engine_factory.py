@@ -553,8 +553,8 @@ def _num_blocks(
     if settings.kv_cache_memory == "auto":
         if blocks_per_context * block_bytes > most:
             raise ValueError(
-                f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, and {free // _MIB} MiB "
-                f"of memory are free: {_length_advice(most // block_bytes * block_size)}"
+                f"a context of {max_context_length} tokens needs {needed_mib} MiB of KV-cache, but at most "
+                f"{most // _MIB} MiB of memory can be used for it: {_length_advice(most // block_bytes * block_size)}"
             )
         usual = min(blocks_per_context, -(-_USUAL_LENGTH // block_size))
         useful = round(settings.max_num_running * usual * (1 + _PREFIX_CACHE_SHARE))

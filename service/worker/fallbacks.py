@@ -34,13 +34,13 @@ def find_fallbacks(
         else _on_cpu(settings, config, dtype, missing_kernels)
     )
     if found and settings.require_fast_path:
-        raise SettingsError(f"--require-fast-path: missing: {'; '.join(found)}; provide these, or omit the flag")
+        raise SettingsError(f"--require-fast-path: not available: {'; '.join(found)}; omit the flag")
     return found
 
 
 def _on_cpu(settings: ModelSettings, config: ModelConfig, dtype: torch.dtype, missing_kernels: str) -> Iterator[str]:
     if settings.device == "auto" and has_nvidia_driver():  # PyTorch does not say why it finds no device
-        yield "CUDA: PyTorch finds no CUDA device, and this machine has NVIDIA's driver"
+        yield "CUDA: PyTorch finds no CUDA device, but this machine has NVIDIA's driver"
     if settings.attention not in ("auto", "native"):
         return
     if missing_kernels:

@@ -290,7 +290,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "second embedding of gemma4": (
         {"model_type": "gemma4_text", "vocab_size_per_layer_input": 5},
-        "vocab_size_per_layer_input=5: only vocab_size=262144 is supported",
+        "vocab_size_per_layer_input=5: must equal vocab_size=262144",
     ),
     "last layer of gemma4": (
         {"model_type": "gemma4_text", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
@@ -366,7 +366,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dynamic with another context": (
         {"rope_scaling": {"type": "dynamic", "factor": 2, "original_max_position_embeddings": 1024}},
-        "rope_scaling.original_max_position_embeddings=1024: must be 2048, the positions",
+        "rope_scaling.original_max_position_embeddings=1024: must be 2048, the context",
     ),
     "yarn without rounding": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 4, "truncate": False}},
@@ -434,7 +434,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "groups of falcon": (
         {"model_type": "falcon", "multi_query": False, "num_kv_heads": 8},
-        "num_kv_heads=8: without multi_query there are 71 of them",
+        "num_kv_heads=8: must be 71, the heads, without multi_query",
     ),
     "uneven heads": ({"num_attention_heads": 31}, "num_attention_heads=31: the hidden size 4096 is not a multiple"),
     "uneven groups": ({"num_key_value_heads": 5}, "num_heads=32 is not a multiple of num_kv_heads=5; correct"),

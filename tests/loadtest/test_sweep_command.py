@@ -110,7 +110,7 @@ def test_a_server_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture
 def test_a_failing_request_is_reported_before_the_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with StubServer(Script(status=500)) as server:
         assert sweep(server.url, out=tmp_path / "sweep.json") == 1
-    assert "a request alone fails: http_error" in capsys.readouterr().err
+    assert "the only request in flight failed: http_error" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags", [["--precision", "0"], ["--windows", "2"], ["--window-seconds", "0"]])

@@ -189,7 +189,7 @@ class _PythonCallParser(SteppedCallParser):
         return True
 
     def _pass_value(self, parts: list[Part]) -> bool:
-        """Move held text outside strings to `parts`, as JSON: up to the next string or the end of the value.
+        """Convert held text outside strings to JSON, and move it to `parts`: up to the next string or the value's end.
 
         Return True if a string begins or the value has ended, False if more text is needed. A word at the end of the
         held text stays, because it may be incomplete.

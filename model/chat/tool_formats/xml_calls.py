@@ -59,7 +59,7 @@ class XmlCalls(ToolFormat):
         return f"{head} {' '.join(arguments)} {document.literal(self.after_arguments)}"
 
     def _value(self, schema: Any, schemas: ArgumentSchemas, document: LarkDocument) -> str:
-        """Return the Lark expression of an argument's value that fits the schema, followed by `after_value`."""
+        """Return a Lark expression for an argument's value that the schema permits, and `after_value` after it."""
         kind, string = _kind(schema, schemas)
         if kind is not _Kind.JSON:
             return self._string(string, schemas, document, is_nullable=kind is _Kind.NULLABLE)
@@ -72,7 +72,7 @@ class XmlCalls(ToolFormat):
     def _string(
         self, schema: Mapping[str, Any], schemas: ArgumentSchemas, document: LarkDocument, *, is_nullable: bool
     ) -> str:
-        """Return the Lark expression of a string that fits the schema, without quotes, followed by `after_value`.
+        """Return a Lark expression for a string that the schema permits, without quotes, and `after_value` after it.
 
         is_nullable: the value may also be `null`.
         """
@@ -123,9 +123,10 @@ def _are_strings(values: Any) -> bool:
 
 
 def _string_regex(schema: Mapping[str, Any], schemas: ArgumentSchemas, end: str) -> str:
-    """Return regular expressions of a schema's strings, as for `LarkDocument.terminal`; empty for any string.
+    """Return a regular expression for the strings that a schema permits, as for `LarkDocument.terminal`.
 
-    Lengths are not checked. Raises GrammarError for a permitted value that contains `end`, the text after a value.
+    Several are joined by `&`; empty: any string. minLength and maxLength are not checked here. Raises GrammarError if a
+    permitted value contains `end`, the text after the value.
     """
     regexes = []
     if "enum" in schema or "const" in schema:

@@ -19,7 +19,7 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
     kv_heads = reader.optional_size("num_kv_heads", None)
     is_multi_query = reader.flag("multi_query", True)
     if not is_multi_query and kv_heads not in (None, heads):
-        reader.reject("num_kv_heads", kv_heads, f"without multi_query there are {heads} of them; correct the config")
+        reader.reject("num_kv_heads", kv_heads, f"must be {heads}, the heads, without multi_query; correct the config")
     inner = reader.optional_size("ffn_hidden_size", None)
     is_parallel, has_bias = reader.flag("parallel_attn", True), reader.flag("bias", False)
     return ModelConfig(

@@ -33,8 +33,9 @@ def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[st
 def _read_rope(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
     """Return the ModelConfig fields of the rotary embedding.
 
-    With the key `alpha` in rope_scaling, the base is multiplied by a power of `alpha`, and other scaling keys are
-    ignored. Raises ValueError if `alpha` is used with a type other than "dynamic", or heads of fewer than 4 dimensions.
+    With the key `alpha` in rope_scaling, the base is multiplied by a power of `alpha`, and the keys of other types of
+    scaling, such as `factor`, are ignored. Raises CheckpointError if `alpha` comes with a type other than "dynamic", or
+    with a head size under 4.
     """
     inner, own = split_rope(reader, ("alpha",))
     alpha = own.get("alpha")

@@ -31,7 +31,10 @@ _GRANITE_NAMES: dict[str, Names] = {
 
 
 def _num_experts(reader: ConfigReader, default: int) -> int:
-    """Return the number of experts of a layer from either of two keys. Raises CheckpointError if the two differ."""
+    """Return the number of experts of a layer, from the config key num_experts or num_local_experts.
+
+    Raises CheckpointError if they differ.
+    """
     names = ("num_experts", "num_local_experts")
     given = {name: value for name in names if (value := reader.value(name)) is not None}
     for name, value in given.items():

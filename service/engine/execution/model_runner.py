@@ -148,9 +148,9 @@ class ModelRunner:
         return x_TE, logits_RV, _sums(x_TE, logits_RV, rows_R), tensors
 
     def _previous(self, inputs: ModelInputs, rows_B: Tensor) -> Tensor | None:
-        """Return the first token ids of a step if only the device knows them, else None.
+        """Return a step's first input tokens if the previous step has sampled them and the host has not read them.
 
-        rows_B: `previous_rows`, on the device.
+        None: the host knows all input tokens. rows_B: `inputs.previous_rows`, on the device.
         """
         if not inputs.previous_rows or self._sampled_B is None:
             return None
@@ -306,7 +306,7 @@ def _rows_with_logprobs(inputs: ModelInputs) -> list[int]:
 
 
 def _logprob_arrays(inputs: ModelInputs) -> list[NDArray[Any]]:
-    """Return the arrays for `_logprob_tables`: rows whose sampled token needs logprobs, then prompts' scored ids."""
+    """Return the arrays for `_logprob_tables`: rows whose sampled token needs logprobs; token ids of each prompt."""
     sampled = [np.array(_rows_with_logprobs(inputs))] if inputs.wants_logprobs else []
     return [*sampled, *(np.array(chunk.scored_ids) for chunk, _ in inputs.prompt_rows)]
 

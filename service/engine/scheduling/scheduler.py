@@ -364,7 +364,7 @@ class Scheduler:
         sequence.finish_reason, sequence.stop_reason = reason, stop_reason
 
     def log_prefix_cache(self) -> CacheLog:
-        """Begin to record the changes of the prefix cache, and return the record."""
+        """Begin to record the changes of the prefix cache; return the `CacheLog` that collects them."""
         self._pool.log = log = CacheLog()
         return log
 

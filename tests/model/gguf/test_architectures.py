@@ -164,14 +164,14 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
     [
         ({"general.architecture": "mamba"}, "the architecture 'mamba' is not supported; supported are llama, qwen2"),
         ({"split.count": 3}, "is one of a model's several files; merge them with"),
-        ({"llama.context_length": None}, "the key llama.context_length is missing"),
-        ({"llama.attention.head_count": 0}, "the key llama.attention.head_count is missing"),
+        ({"llama.context_length": None}, "the metadata key llama.context_length is missing"),
+        ({"llama.attention.head_count": 0}, "the metadata key llama.attention.head_count is missing"),
         ({"llama.attention.head_count": -1}, "num_attention_heads must be a positive integer"),
         ({"llama.attention.head_count": "4"}, "malformed"),
         ({"llama.embedding_length": 36}, "has shape .300, 32., but the config requires .300, 36."),
-        ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length differs between layers"),
+        ({"llama.feed_forward_length": [48, 40, 48]}, "llama.feed_forward_length is empty or differs between layers"),
         ({"llama.attention.value_length": 4}, "keys and values have different sizes"),
-        ({"llama.expert_count": 8}, "the key llama.expert_used_count is missing"),
+        ({"llama.expert_count": 8}, "the metadata key llama.expert_used_count is missing"),
         ({"llama.expert_shared_count": 1}, "expert_shared_count=1: unknown key"),
         ({"llama.rope.scaling.type": "ntk", "llama.rope.scaling.factor": 4.0}, "rope_type='ntk': supported"),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5.*rotates whole heads"),
@@ -253,5 +253,5 @@ def test_a_file_that_was_truncated_after_its_header_was_read_is_rejected(tmp_pat
 
 def test_a_file_without_an_architecture_is_rejected(tmp_path: Path) -> None:
     path = write_with_package(tmp_path / "m.gguf", {}, {"token_embd.weight": np.ones((2, 2), np.float32)})
-    with pytest.raises(CheckpointError, match=r"the key llama\.context_length is missing"):
+    with pytest.raises(CheckpointError, match=r"the metadata key llama\.context_length is missing"):
         read_manifest(path)

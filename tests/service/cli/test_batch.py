@@ -166,8 +166,8 @@ def test_a_corrected_line_no_longer_counts_as_failed(server: FakeServer, tmp_pat
     [
         ("nonsense", "not valid JSON"),
         ("[" * 100_000, "not valid JSON: nested too deeply"),
-        ("[]", "custom_id must be"),
-        ('{"custom_id": 3}', "custom_id must be"),
+        ("[]", "not an object with a custom_id"),
+        ('{"custom_id": 3}', "not an object with a custom_id"),
         ('{"custom_id": "x", "method": "GET"}', 'method must be "POST"'),
         ('{"custom_id": "x", "method": "POST", "url": "http://a/b", "body": {}}', "url must be the path"),
         ('{"custom_id": "x", "method": "POST", "url": "/a b", "body": {}}', "url must be the path"),
@@ -305,7 +305,7 @@ def test_foreign_files_and_files_in_use_are_left_alone(
 ) -> None:
     asked, out = write(tmp_path / "in", request_line("a")), write(tmp_path / "out", "my notes")
     assert run(server, asked, out) == 1
-    assert "line 1: not the output of a batch" in capsys.readouterr().err
+    assert "line 1: this line was not written by kvasir batch" in capsys.readouterr().err
     assert out.read_text() == "my notes\n"
     assert run(server, asked, asked) == 2
     assert run(server, tmp_path / "missing", out) == 1

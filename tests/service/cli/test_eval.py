@@ -171,7 +171,11 @@ def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path:
         (("--documents", "."), 2, "--documents: must be a file that can be written, in an existing directory"),
         (("--max-context-length", "257"), 2, "must be from 3 to 256, the number of positions of the model"),
         (("--max-context-length", "2"), 2, "must be from 3 to 256"),
-        (("--config", str(RECIPE), "--texts", "grimm=x"), 2, "has the name grimm; choose another name"),
+        (
+            ("--config", str(RECIPE), "--texts", "grimm=x"),
+            2,
+            "the name grimm is already used by another text or by a source",
+        ),
         (("--export-tasks", str(ROOT)), 1, "choose an empty or a new directory"),
     ],
 )

@@ -112,7 +112,7 @@ def test_no_weight_is_read_without_verify(tmp_path: Path, run: Run) -> None:
     code, out, err = run(directory, "--verify")
     assert code == 1
     assert f"would be rejected\n    {path}: SHA-256 differs" in out
-    assert err.startswith(f"kvasir inspect: would be rejected: {path}: SHA-256 differs")
+    assert err.startswith(f"kvasir inspect: a server would reject this: {path}: SHA-256 differs")
 
 
 def test_all_refusals_are_listed(tmp_path: Path, run: Run) -> None:
@@ -131,7 +131,7 @@ def test_all_refusals_are_listed(tmp_path: Path, run: Run) -> None:
     assert len(rejected) == 2
     assert "chat_template.jinja: " in rejected[0]
     assert "model.embed_tokens.weight" in rejected[1]
-    assert err == f"kvasir inspect: would be rejected: {rejected[0]}\n"
+    assert err == f"kvasir inspect: a server would reject this: {rejected[0]}\n"
     values = json.loads(run(tmp_path, "--json")[1])
     assert values["refusals"] == rejected
     assert values["warnings"] == [ignored]

@@ -281,11 +281,11 @@ REJECTED: dict[str, tuple[list[str], str]] = {
     ),
     "steps": (
         ["--corpus", "a.txt", "--steps", "5"],
-        "--steps needs --config; with --corpus set the duration by --minutes",
+        "--steps needs --config; with --corpus, set the duration with --minutes",
     ),
     "minutes": (
         ["--config", "a.toml", "--minutes", "5"],
-        "--minutes needs --corpus; with --config set the duration by --steps",
+        "--minutes needs --corpus; with --config, set the duration with --steps",
     ),
     "none": (["--corpus", "a.txt", "--minutes", "0"], "--minutes: must be greater than 0, not '0'"),
     "negative": (["--corpus", "a.txt", "--minutes", "-3"], "--minutes: must be greater than 0, not '-3'"),

@@ -78,7 +78,7 @@ def test_tools_reach_each_kind_of_template(tokenizer: ByteLevelTokenizer) -> Non
 
 def test_a_base_model_takes_strict_tools_only_with_an_explicit_format(tokenizer: ByteLevelTokenizer) -> None:
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-    with pytest.raises(InvalidRequest, match="'f' is strict, but this model has no chat template"):
+    with pytest.raises(InvalidRequest, match="'f' is strict, but the model's format of tool calls is unknown"):
         plan(PLAIN_SOURCE, tokenizer, {"tools": [strict]})
     for made, _ in (
         plan(PLAIN_SOURCE, tokenizer, {"tools": [strict]}, tool_format="hermes"),

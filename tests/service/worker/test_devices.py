@@ -56,11 +56,11 @@ def test_each_worker_sees_the_mig_instance_of_its_number_alone(
 @pytest.mark.parametrize(
     ("device", "visible", "message"),
     [
-        ("cpu", "", "--devices 5 needs as many CPUs, and there are 4; lower --devices"),
-        ("auto", "", "--devices 5 needs as many CPUs, and there are 4; lower --devices"),
-        ("cuda", "", "--devices 5 needs as many GPUs, and there are 0; lower --devices"),
-        ("auto", "MIG-a,MIG-b", "--devices 5 needs as many GPUs, and there are 2; lower --devices"),
-        ("cuda:1", "", "--devices 5 cannot be combined with --device cuda:1; omit one of both"),
+        ("cpu", "", "--devices 5 needs 5 CPUs, but 4 are available; lower --devices"),
+        ("auto", "", "--devices 5 needs 5 CPUs, but 4 are available; lower --devices"),
+        ("cuda", "", "--devices 5 needs 5 GPUs, but 0 are available; lower --devices"),
+        ("auto", "MIG-a,MIG-b", "--devices 5 needs 5 GPUs, but 2 are available; lower --devices"),
+        ("cuda:1", "", "--device cuda:1 names one GPU, but each of the --devices 5 workers needs its own;"),
     ],
 )
 def test_more_workers_than_devices_are_rejected(

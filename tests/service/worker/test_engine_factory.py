@@ -97,7 +97,7 @@ def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
     assert record.getMessage() == (
         "a slower path is used, because a faster one is not available: native kernels: no C++ compiler"
     )
-    with pytest.raises(SettingsError, match="--require-fast-path: missing: native kernels: no C"):
+    with pytest.raises(SettingsError, match="--require-fast-path: not available: native kernels: no C"):
         build_engine(settings(stored.directory, require_fast_path=True), stored)
 
 
@@ -169,13 +169,15 @@ def test_a_context_that_does_not_fit_is_rejected_with_the_length_that_fits(
 ) -> None:
     monkeypatch.setattr(engine_factory, "_MIB", 1024)
     has_free(monkeypatch, CONTEXT * BYTES_PER_TOKEN)
-    remedy = "needs 64 MiB of KV-cache, and 64 MiB of memory are free: set --max-context-length 192"
+    remedy = "needs 64 MiB of KV-cache, but at most 51 MiB of memory can be used for it: set --max-context-length 192"
     with pytest.raises(ValueError, match=f"a context of 256 tokens {remedy}"):
         build_engine(settings(tiny_checkpoint), manifest)
     _, facts = build_engine(settings(tiny_checkpoint, max_context_length=192), manifest)
     assert (facts.num_blocks, facts.max_context_length) == (12, 192)
     has_free(monkeypatch, 0)
-    with pytest.raises(ValueError, match="0 MiB of memory are free: use a smaller model or --block-size"):
+    with pytest.raises(
+        ValueError, match="at most 0 MiB of memory can be used for it: use a smaller model or --block-size"
+    ):
         build_engine(settings(tiny_checkpoint), manifest)
 
 

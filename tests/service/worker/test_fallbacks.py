@@ -69,11 +69,11 @@ def test_a_cpu_without_native_kernels_has_a_fallback() -> None:
 
 def test_a_gpu_that_pytorch_does_not_find_is_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fallbacks, "has_nvidia_driver", lambda: True)
-    assert found("cpu") == ("CUDA: PyTorch finds no CUDA device, and this machine has NVIDIA's driver",)
+    assert found("cpu") == ("CUDA: PyTorch finds no CUDA device, but this machine has NVIDIA's driver",)
     assert found("cpu", device="cpu") == ()
 
 
 def test_the_setting_refuses_a_fallback_and_names_it() -> None:
     assert found("cpu", require_fast_path=True) == ()
-    with pytest.raises(SettingsError, match="--require-fast-path: missing: native kernels: no C\\+\\+ compiler"):
+    with pytest.raises(SettingsError, match="--require-fast-path: not available: native kernels: no C\\+\\+ compiler"):
         found("cpu", missing_kernels="no C++ compiler", require_fast_path=True)

@@ -36,7 +36,7 @@ def _read_gemma4(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, A
         reader.value(key)
     direction = reader.value("use_bidirectional_attention")
     if direction not in (None, False, "vision"):  # "vision": only tokens of images, which are not served
-        reader.note("use_bidirectional_attention", direction, "only causal models are served")
+        reader.note("use_bidirectional_attention", direction, "only causal models are served; use another model")
     count = fields["num_layers"]
     windows = read_layer_types(
         reader,
@@ -75,7 +75,7 @@ def _read_layer_inputs(reader: ConfigReader, vocab_size: int) -> dict[str, Any]:
     if size is None:
         return {}
     if rows != vocab_size:
-        reader.reject("vocab_size_per_layer_input", rows, f"only vocab_size={vocab_size} is supported")
+        reader.reject("vocab_size_per_layer_input", rows, f"must equal vocab_size={vocab_size}; use another model")
     return {"layer_input_size": size}
 
 

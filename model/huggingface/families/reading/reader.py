@@ -45,7 +45,7 @@ MUST_BE: Requirements = {
     "is_encoder_decoder": ((False,), "only decoder-only models are served"),
     "add_cross_attention": ((False,), "only decoder-only models are served"),
     "cross_attention_hidden_size": ((), "only decoder-only models are served"),
-    "use_bidirectional_attention": ((False,), "only causal models are served"),
+    "use_bidirectional_attention": ((False,), "only causal models are served; use another model"),
     "auto_map": ((), "code in a checkpoint is never run; remove the key if model_type alone describes the model"),
     "attention_bias": ((False,), _NOT_COMPUTED),
     "mlp_bias": ((False,), _NOT_COMPUTED),
@@ -294,7 +294,7 @@ def read_rope(
             fields["original_context_length"] = length
         if kind == RopeScalingKind.DYNAMIC:
             if length not in (max_positions, top):
-                reader.reject(f"{name}.{_ORIGINAL}", length, f"must be {max_positions}, the positions; remove the key")
+                reader.reject(f"{name}.{_ORIGINAL}", length, f"must be {max_positions}, the context; remove the key")
             fields["original_context_length"] = max_positions
         elif kind == RopeScalingKind.LLAMA3:
             fields |= {key: values.pop(key, None) for key in ("low_freq_factor", "high_freq_factor")}
