@@ -42,12 +42,10 @@ def build_server(
 
     Raises:
         CheckpointError: the checkpoint cannot be used. The message is one line.
-        SettingsError: --max-context-length is over the model's positions, the API keys cannot be used, the limit of
-            open files is too low, or several workers cannot share another setting.
+        SettingsError: --max-context-length is over the model's positions, the API keys cannot be used, or the limit of
+            open files is too low.
         StartError: the port is in use, or no process can be started.
     """
-    if settings.devices > 1 and settings.kv_events_endpoint is not None:
-        raise SettingsError("--kv-events-endpoint needs --devices 1, because workers cannot share an address")
     check_port(settings.host, settings.port)
     keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)

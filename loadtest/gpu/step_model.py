@@ -17,16 +17,33 @@ from model.config import ModelConfig
 BANDWIDTHS: Final = {"H100": 3.35e12, "H200": 4.8e12}  # bytes per second
 _SHARE = 0.95
 _GAP_US, _RAMP_US, _LAUNCH_US = 1.3, 1.0, 8.0
-# Kernels of a layer in a decode step in bfloat16: 4 products, 2 norms with the addition before them, rotation with the
-# writes to the cache, attention and its join, activation. tests/gpu/test_page.py counts them.
-KERNELS_PER_LAYER: Final = 10
 _OTHER_KERNELS = 11  # embedding, rotation table, last addition, final norm, output head, sampling
-# Kernels of a layer that the fused kernels replace by 4: 6 of each of 2 norms, 2 additions, 8 of the rotation,
-# 2 writes, 2 of the activation.
-_UNFUSED_PER_LAYER = KERNELS_PER_LAYER - 4 + 2 * 6 + 2 + 8 + 2 + 2
-# Kernels of a layer with programmatic dependent launch, which hides their ramps: all Triton kernels.
-_DEPENDENT_PER_LAYER, _UNFUSED_DEPENDENT_PER_LAYER = 6, 2
 BATCHES: Final = (1, 4, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Kernels of a layer in a decode step, and the type of its weights.
+
+    num_dependent: kernels with programmatic dependent launch, which hides their ramps: all Triton kernels.
+    """
+
+    num_kernels: int
+    num_dependent: int
+    weight_type: str = "bfloat16"
+
+
+# 4 products, 2 norms with the addition before them, rotation with the writes to the cache, attention and its join,
+# activation. tests/gpu/test_page.py counts the kernels of FUSED, INT8 and PROMPT.
+FUSED: Final = Layer(10, 6)
+# In place of 4 fused kernels: 6 of each of 2 norms, 2 additions, 8 of the rotation, 2 writes, 2 of the activation.
+UNFUSED: Final = Layer(10 - 4 + 2 * 6 + 2 + 8 + 2 + 2, 2)
+# In Qwen2 1.5B, 3 of the products take a second kernel, and the result of attention is quantized by a kernel.
+INT8: Final = Layer(14, 14, "int8")
+# Of a prompt's step, with one kernel of attention.
+PROMPT: Final = Layer(9, 4)
+# Without quantization in the kernels of norms and activation.
+INT8_APART: Final = Layer(17, 17, "int8")
 
 
 def llama_8b() -> ModelConfig:
@@ -38,7 +55,7 @@ def llama_8b() -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Decode step of a batch at a context length on a card, in bfloat16; times in microseconds."""
+    """Decode step of a batch at a context length on a card; times in microseconds."""
 
     num_bytes: int
     num_kernels: int
@@ -67,15 +84,13 @@ class Step:
         return max(1.0, self.host_us / self.device_us)
 
 
-def decode_step(config: ModelConfig, card: str, batch_size: int, *, context: int = 1024, fused: bool = True) -> Step:
-    """Return the step of a batch of sequences of `context` tokens each. fused: with the fused kernels."""
-    formula = WorkFormula(config, "bfloat16", 2)
-    unfused = _UNFUSED_PER_LAYER, _UNFUSED_DEPENDENT_PER_LAYER
-    per_layer, dependent = (KERNELS_PER_LAYER, _DEPENDENT_PER_LAYER) if fused else unfused
+def decode_step(config: ModelConfig, card: str, batch_size: int, layer: Layer = FUSED, *, context: int = 1024) -> Step:
+    """Return the step of a batch of sequences of `context` tokens each."""
+    formula = WorkFormula(config, layer.weight_type, 2)
     return Step(
         num_bytes=formula.decode(batch_size=batch_size, context_length=context).bytes,
-        num_kernels=config.num_layers * per_layer + _OTHER_KERNELS,
-        num_dependent=config.num_layers * dependent,
+        num_kernels=config.num_layers * layer.num_kernels + _OTHER_KERNELS,
+        num_dependent=config.num_layers * layer.num_dependent,
         bytes_per_second=BANDWIDTHS[card],
     )
 
@@ -88,7 +103,7 @@ def model_table(config: ModelConfig, card: str) -> str:
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for batch in BATCHES:
-        step, plain = (decode_step(config, card, batch, fused=fused) for fused in (True, False))
+        step, plain = (decode_step(config, card, batch, layer) for layer in (FUSED, UNFUSED))
         lines.append(
             f"| {batch} | {step.num_bytes / 1e9:.2f} | {step.num_kernels} | {step.bound_us:.0f} | {step.device_us:.0f} "
             f"| {step.bound_us / step.device_us:.0%} | {step.host_us:.0f} | {step.graph_gain:.2f}x "

@@ -75,18 +75,18 @@ class DecodeView:
 class RaggedView:
     """Layout of an engine step with C prompt chunks (several tokens of one sequence) and possibly decodes.
 
-    decodes: tensors of the B sequences that compute one token: index of the token in the packed batch, its position,
-        and block tables (BN). None without such sequences.
+    decodes: of the B sequences that compute one token: index of the token in the packed batch, its position, and block
+        tables (BN). None without such sequences.
     tokens_X: indices in the packed batch of the chunks' tokens.
-    slots_S: cache slots of the chunks' contexts, one context after the other.
     query_lengths: number of tokens of each chunk.
     context_lengths: number of positions of each chunk's sequence up to the end of the chunk.
-    query_starts, context_starts: int32, C + 1 starts: of the chunks in tokens_X, and of the contexts in slots_S.
+    query_starts, context_starts: int32, C + 1 starts: of the chunks in tokens_X, and of the contexts in `chunk_slots`.
+
+    Indices of adjacent tokens are a slice, which takes no copy.
     """
 
-    decodes: tuple[Tensor, Tensor, Tensor] | None
-    tokens_X: Tensor
-    slots_S: Tensor
+    decodes: tuple[Tensor | slice, Tensor, Tensor] | None
+    tokens_X: Tensor | slice
     query_lengths: tuple[int, ...]
     context_lengths: tuple[int, ...]
     query_starts: Tensor
@@ -103,7 +103,8 @@ class AttentionMetadata:
     positions_T: int64, each token's position in its sequence.
     logit_rows_R: int64, indices of the packed tokens that need logits; None: all T.
     slot_mapping_T: int64, cache slot of each token's key and value: block * P + offset. None without a cache.
-    block_tables_BN: int64, each sequence's blocks in order, padded with any valid block. None without a cache.
+    block_tables_BN: each sequence's blocks in order, padded with any valid block. None without a cache. int64 on a CPU;
+        int32 on a GPU, where each step copies them.
     contexts_B: `context_lengths` as an int64 tensor on the host; None: made from `context_lengths` when needed.
 
     Raises:
@@ -154,13 +155,41 @@ class AttentionMetadata:
         view: DecodeView = self.kernel_arguments[key]
         return view
 
-    def ragged_view(self, block_size: int) -> RaggedView:
-        """Return the layout of a step with at least one prompt chunk. Computed once per step for all layers."""
-        key = "chunks", block_size
+    @functools.cached_property
+    def ragged_view(self) -> RaggedView:
+        """Layout of a step with at least one prompt chunk, computed once for all layers."""
+        assert self.block_tables_BN is not None
+        (singles_2B, _, tokens, *_), (copied_2B, _, tokens_X, query_starts, context_starts) = self._layout()
+        decodes = None
+        if self.decode_rows:
+            rows_B, tokens_B = copied_2B
+            # Copies: a kernel would be compiled again for slices, whose addresses are no multiples of 16.
+            decodes = _indices(singles_2B[1], tokens_B), self.positions_T[tokens_B], self.block_tables_BN[rows_B]
+        pairs = list(zip(self.query_lengths, self.context_lengths, strict=True))
+        queries, contexts = zip(*((query, context) for query, context in pairs if query > 1), strict=True)
+        return RaggedView(
+            decodes=decodes,
+            tokens_X=_indices(tokens, tokens_X),
+            query_lengths=queries,
+            context_lengths=contexts,
+            query_starts=query_starts,
+            context_starts=context_starts,
+        )
+
+    def chunk_slots(self, block_size: int) -> Tensor:
+        """Return the cache slots S of the contexts of a `RaggedView`, one context after the other. Computed once."""
+        key = "chunk slots", block_size
         if key not in self.kernel_arguments:
-            self.kernel_arguments[key] = self._make_ragged_view(block_size)
-        view: RaggedView = self.kernel_arguments[key]
-        return view
+            assert self.block_tables_BN is not None
+            _, (_, (rows_C, lengths_C, starts_C), *_) = self._layout()
+            num_slots = sum(self.ragged_view.context_lengths)
+            # output_size avoids a synchronization with the device: repeat_interleave would read the sum of lengths_C.
+            chunk_of_S = torch.repeat_interleave(lengths_C, output_size=num_slots)
+            positions_S = torch.arange(num_slots, device=starts_C.device) - starts_C[chunk_of_S]
+            blocks_S = self.block_tables_BN[rows_C[chunk_of_S], positions_S // block_size]
+            self.kernel_arguments[key] = blocks_S * block_size + positions_S % block_size
+        slots_S: Tensor = self.kernel_arguments[key]
+        return slots_S
 
     def _make_decode_view(self, window: int | None, block_size: int) -> DecodeView:
         assert self.block_tables_BN is not None
@@ -188,42 +217,28 @@ class AttentionMetadata:
     def _ragged_layout(self) -> list[NDArray[np.int64] | NDArray[np.int32]]:
         """Return the integers of a `RaggedView` that the host knows.
 
-        The arrays are 3B (row, token and position of each decode), 3C (row, context length and start of context of each
+        The arrays are 2B (row and token of each decode), 3C (row, context length and start of context of each
         chunk), `tokens_X`, `query_starts` and `context_starts`.
         """
         starts, singles = self.query_starts, self.decode_rows
         chunks = [row for row, length in enumerate(self.query_lengths) if length > 1]
         queries, contexts = ([lengths[row] for row in chunks] for lengths in (self.query_lengths, self.context_lengths))
         query_starts, context_starts = ([0, *itertools.accumulate(lengths)] for lengths in (queries, contexts))
-        tokens, lasts = [starts[row] for row in singles], [self.context_lengths[row] - 1 for row in singles]
         return [
-            np.array([singles, tokens, lasts], dtype=np.int64),
+            np.array([singles, [starts[row] for row in singles]], dtype=np.int64),
             np.array([chunks, contexts, context_starts[:-1]], dtype=np.int64),
             np.concatenate([np.arange(starts[row], starts[row + 1]) for row in chunks]),
             np.array(query_starts, dtype=np.int32),
             np.array(context_starts, dtype=np.int32),
         ]
 
-    def _make_ragged_view(self, block_size: int) -> RaggedView:
-        assert self.block_tables_BN is not None
-        tables_BN, device = self.block_tables_BN, self.block_tables_BN.device
-        layout = self.kernel_arguments.get("layout") or copy_to_device(device, self._ragged_layout())
-        (rows_B, tokens_B, positions_B), (rows_C, lengths_C, starts_C), tokens_X, query_starts, context_starts = layout
-        pairs = list(zip(self.query_lengths, self.context_lengths, strict=True))
-        queries, contexts = zip(*((query, context) for query, context in pairs if query > 1), strict=True)
-        # output_size avoids a synchronization with the device: repeat_interleave would read the sum of lengths_C.
-        chunk_of_S = torch.repeat_interleave(lengths_C, output_size=sum(contexts))
-        positions_S = torch.arange(sum(contexts), device=device) - starts_C[chunk_of_S]
-        blocks_S = tables_BN[rows_C[chunk_of_S], positions_S // block_size]
-        return RaggedView(
-            decodes=(tokens_B, positions_B, tables_BN[rows_B]) if self.decode_rows else None,
-            tokens_X=tokens_X,
-            slots_S=blocks_S * block_size + positions_S % block_size,
-            query_lengths=queries,
-            context_lengths=contexts,
-            query_starts=query_starts,
-            context_starts=context_starts,
-        )
+    def _layout(self) -> tuple[Sequence[NDArray[Any]], Sequence[Tensor]]:
+        """Return `_ragged_layout` on the host, and on the device of the metadata. Copied once for all layers."""
+        if "layout" not in self.kernel_arguments:
+            arrays = self._ragged_layout()
+            self.kernel_arguments["layout"] = arrays, copy_to_device(self.positions_T.device, arrays)
+        layout: tuple[Sequence[NDArray[Any]], Sequence[Tensor]] = self.kernel_arguments["layout"]
+        return layout
 
     @property
     def is_decode(self) -> bool:
@@ -240,11 +255,14 @@ class AttentionMetadata:
             return self, copy_to_device(device, others)
         names = ("positions_T", "logit_rows_R", "slot_mapping_T", "block_tables_BN")
         given = {name: value.numpy() for name in names if (value := getattr(self, name)) is not None}
+        if self.block_tables_BN is not None:
+            given["block_tables_BN"] = given["block_tables_BN"].astype(np.int32)
         layout = [] if self.is_decode or self.block_tables_BN is None else self._ragged_layout()
         copies = copy_to_device(device, [*given.values(), *others, *layout])
         moved: dict[str, Any] = dict(zip(given, copies, strict=False))
         metadata = dataclasses.replace(self, **moved)
-        metadata.kernel_arguments["layout"] = copies[len(given) + len(others) :]
+        if layout:
+            metadata.kernel_arguments["layout"] = layout, copies[len(given) + len(others) :]
         return metadata, copies[len(given) : len(given) + len(others)]
 
     @classmethod
@@ -252,3 +270,9 @@ class AttentionMetadata:
         """Return the metadata of a step over whole sequences of these lengths, without a KV-cache, as in training."""
         positions_T = torch.cat([torch.arange(length, device=device) for length in lengths])
         return cls(query_lengths=lengths, context_lengths=lengths, positions_T=positions_T)
+
+
+def _indices(known: NDArray[np.int64], copied: Tensor) -> Tensor | slice:
+    """Return ascending indices: as a slice if they are adjacent, else their copy on the device."""
+    first, last = int(known[0]), int(known[-1])
+    return slice(first, last + 1) if last - first + 1 == len(known) else copied

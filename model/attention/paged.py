@@ -4,11 +4,9 @@ Legend: T packed tokens, B sequences that compute one token, C chunks, X packed 
 K key/value heads, D head dimension, S context.
 """
 
-import importlib
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +24,14 @@ from model.system.triton_modules import import_with_triton
 # copied to or from the host, and that no shape depends on the contents of a tensor. Table entries after the end of a
 # sequence's context may be any valid block.
 DecodeKernel = Callable[[Tensor, AttentionForm, Tensor, Tensor, KVCache], Tensor]
-# Kernel for prompt chunks: (q_XHD, form, view, cache) -> XHD in the values' dtype.
-ChunkKernel = Callable[[Tensor, AttentionForm, RaggedView, KVCache], Tensor]
-_LARGEST_FLASH_HEAD = 256
+# Kernel for prompt chunks: (q_XHD, k_SKD, v_SKD, form, view) -> XHD in the values' dtype. Keys and values are those of
+# the chunks' contexts, one context after the other.
+ChunkKernel = Callable[[Tensor, Tensor, Tensor, AttentionForm, RaggedView], Tensor]
+# Largest head of PyTorch's flash attention 2, and the number of which each head is a multiple.
+_LARGEST_FLASH_HEAD, _FLASH_MULTIPLE = 256, 8
+_flash_forward = torch.ops.aten._flash_attention_forward.default
+# One split makes the order of additions batch-invariant. PyTorch 2.11 has no such option.
+_FLASH_OPTIONS = {"num_splits": 1} if any(x.name == "num_splits" for x in _flash_forward._schema.arguments) else {}
 Kernel = TypeVar("Kernel", DecodeKernel, ChunkKernel)
 
 
@@ -64,12 +67,18 @@ class PagedAttention:
             kv_cache.write(form.layer, metadata.slot_mapping_T, k_TKD, v_TKD)
         if metadata.is_decode:
             return self._decode(q_THD, form, metadata.positions_T, metadata.block_tables_BN, kv_cache)
-        view = metadata.ragged_view(kv_cache.block_size)
-        out_THD = v_TKD.new_empty((*q_THD.shape[:2], v_TKD.shape[2]))
-        if view.decodes is not None:
-            tokens, positions_B, tables_BN = view.decodes
-            out_THD[tokens] = self._decode(q_THD[tokens], form, positions_B, tables_BN, kv_cache)
-        out_THD[view.tokens_X] = self._chunks(q_THD[view.tokens_X], form, view, kv_cache)
+        view = metadata.ragged_view
+        if view.query_lengths == view.context_lengths and kv_cache.cache_dtype is kv_cache.dtype:
+            k_SKD, v_SKD = k_TKD[view.tokens_X], v_TKD[view.tokens_X]  # whole prompts: the cache has the same numbers
+        else:
+            k_SKD, v_SKD = kv_cache.gather(form.layer, metadata.chunk_slots(kv_cache.block_size))
+        out_XHD = self._chunks(q_THD[view.tokens_X], k_SKD, v_SKD, form, view)
+        if view.decodes is None:
+            return out_XHD
+        tokens_B, positions_B, tables_BN = view.decodes
+        out_THD = out_XHD.new_empty((len(q_THD), *out_XHD.shape[1:]))
+        out_THD[view.tokens_X] = out_XHD
+        out_THD[tokens_B] = self._decode(q_THD[tokens_B], form, positions_B, tables_BN, kv_cache)
         return out_THD
 
 
@@ -123,36 +132,27 @@ def gathered(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN:
     return scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=mask_BXXS, scale=form.scale).flatten(1, 2)
 
 
-def one_by_one(q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
+def one_by_one(q_XHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm, view: RaggedView) -> Tensor:
     """Compute the attention of prompt chunks with PyTorch's fused kernel, one chunk after the other, on any device."""
-    k_SKD, v_SKD = kv_cache.gather(form.layer, view.slots_S)
     contexts = view.context_lengths
     parts = zip(q_XHD.split(view.query_lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True)
     return torch.cat([causal(q_QHD, k_SKD, v_SKD, form) for q_QHD, k_SKD, v_SKD in parts])
 
 
-class VarlenChunks:
-    """A `ChunkKernel` that computes all chunks in one call of PyTorch's variable-length attention.
+def flash_varlen(q_XHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm, view: RaggedView) -> Tensor:
+    """Compute the attention of all prompt chunks in one call of PyTorch's flash attention 2.
 
-    `num_splits` = 1 makes the order of additions batch-invariant, where PyTorch has this parameter (2.11 has not).
-    `function` is `torch.nn.attention.varlen.varlen_attn`.
+    The operator is called without `torch.nn.attention.varlen` around it, whose dispatch takes up to 0.1 ms of the host
+    per call (PyTorch #139500), and whose import, with torch._dynamo, takes as long as all other imports of a worker.
     """
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-        names = inspect.signature(function).parameters
-        self._options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in names}
-
-    def __call__(self, q_XHD: Tensor, form: AttentionForm, view: RaggedView, kv_cache: KVCache) -> Tensor:
-        k_SKD, v_SKD = kv_cache.gather(form.layer, view.slots_S)
-        longest = max(view.query_lengths), max(view.context_lengths)
-        out_XHD: Tensor = self._function(
-            *(q_XHD, k_SKD, v_SKD, view.query_starts, view.context_starts, *longest),
-            scale=form.scale,
-            window_size=(-1 if form.window is None else form.window - 1, 0),  # positions before and after a token
-            **self._options,
-        )
-        return out_XHD
+    longest = max(view.query_lengths), max(view.context_lengths)
+    before = -1 if form.window is None else form.window - 1  # positions that a token sees before its own
+    out_XHD: Tensor = _flash_forward(
+        q_XHD, k_SKD, v_SKD, view.query_starts, view.context_starts, *longest,
+        0.0, form.window is None, False,  # dropout, is_causal, return_debug_mask
+        scale=form.scale, window_size_left=before, window_size_right=0, **_FLASH_OPTIONS,
+    )[0]  # fmt: skip
+    return out_XHD
 
 
 def _triton(context: KernelContext) -> DecodeKernel:
@@ -172,10 +172,10 @@ def _varlen(context: KernelContext) -> ChunkKernel:
         raise Unavailable("the kernel needs a CUDA device")
     if context.dtype not in (torch.bfloat16, torch.float16):
         raise Unavailable(f"flash attention does not support {context.dtype}")
-    if context.config.largest_head_dim > _LARGEST_FLASH_HEAD:
-        raise Unavailable(f"flash attention does not support head dimension {context.config.largest_head_dim}")
-    # Imported late, because it imports torch._dynamo, which takes as long as all other imports of a worker together.
-    return VarlenChunks(importlib.import_module("torch.nn.attention.varlen").varlen_attn)
+    size = context.config.largest_head_dim
+    if size > _LARGEST_FLASH_HEAD or size % _FLASH_MULTIPLE:
+        raise Unavailable(f"flash attention does not support head dimension {size}")
+    return flash_varlen
 
 
 # Best first. Each function returns its kernel or raises `Unavailable`; the last kernel supports every device.

@@ -43,7 +43,7 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
     Returns a tensor BHD (sequences, query heads, head dimension). See `DecodeKernel`.
 
     positions_B: int64, position of each query: number of tokens before it in its sequence.
-    tables_BN: int64 block tables, contiguous in N; entries after the end of a sequence's context are not read.
+    tables_BN: block tables, contiguous in N; entries after the end of a sequence's context are not read.
 
     Over an int8 cache, the scales of keys multiply the scores, and the scales of values multiply the weights.
     """
@@ -117,7 +117,7 @@ def _attend_splits(
         for tile in range(start, stop, TILE):
             places = tile + offsets
             seen = places < stop
-            blocks = tl.load(tables + sequence * table_stride + places // BLOCK, mask=seen, other=0)
+            blocks = tl.load(tables + sequence * table_stride + places // BLOCK, mask=seen, other=0).to(tl.int64)
             rows_of_pool = ((blocks * BLOCK + places % BLOCK) * KV_HEADS + kv_head) * SIZE
             k = tl.load(
                 keys + rows_of_pool[None, :] + columns[:, None],

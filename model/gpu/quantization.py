@@ -53,6 +53,8 @@ class QuantizedLinear(nn.Module):
         if self.kernels is None:
             padded_TE = pad(x_TE, (0, self.num_inputs - x_TE.shape[1]))
             numbers_TE, scale_T = quantize_rows(padded_TE, self.weight_FE.dtype)
+        elif (known := getattr(x_TE, "quantized", None)) is not None:  # by `model.gpu.fused_kernels`
+            numbers_TE, scale_T = known
         else:
             numbers_TE, scale_T = self.kernels.quantize_rows(x_TE, self.weight_FE.dtype, self.num_inputs)
         if self.kernels is not None and len(x_TE) <= self.kernels.MAX_ROWS:

@@ -33,8 +33,7 @@ def quantize_rows(x_TE: Tensor, dtype: torch.dtype, size: int) -> tuple[Tensor, 
     scale_T = torch.empty(len(x_TE), dtype=torch.float32, device=x_TE.device)
     padded = triton.next_power_of_2(size)
     _quantize_rows[(len(x_TE),)](
-        x_TE, numbers_TE, scale_T, x_TE.shape[1], size, x_TE.stride(0),
-        LARGEST=127.0 if dtype == torch.int8 else torch.finfo(dtype).max, WHOLE=dtype == torch.int8, PADDED=padded,
+        x_TE, numbers_TE, scale_T, x_TE.shape[1], size, x_TE.stride(0), PADDED=padded,
         num_warps=min(16, max(1, padded // 256)), **launch_options(x_TE.device),
     )  # fmt: skip
     return numbers_TE, scale_T
@@ -96,19 +95,23 @@ def _scale(sums_XTF: Tensor, scale_T: Tensor, scale_F: Tensor, bias_F: Tensor | 
 
 
 @triton.jit
-def _quantize_rows(
-    x, numbers, scales, x_size, size, stride,
-    LARGEST: tl.constexpr, WHOLE: tl.constexpr, PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr,
-):  # fmt: skip
+def _quantize_rows(x, numbers, scales, x_size, size, stride, PADDED: tl.constexpr, IS_DEPENDENT: tl.constexpr):
     begin(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED)
     given = tl.load(x + row * stride + columns, mask=columns < x_size, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(given), 0), _TINY), LARGEST)
-    scaled = tl.div_rn(given, tl.zeros([PADDED], tl.float32) + scale)
-    if WHOLE:
+    store_quantized(given, numbers, scales, row, columns, size)
+
+
+@triton.jit
+def store_quantized(given, numbers, scales, row, columns, size):
+    """Quantize a row of float32 numbers, and store it and its scale. `given` is 0 in columns of padding."""
+    dtype: tl.constexpr = numbers.dtype.element_ty
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(given), 0), _TINY), 127.0 if dtype == tl.int8 else 448.0)
+    scaled = tl.div_rn(given, tl.zeros_like(given) + scale)
+    if dtype == tl.int8:
         scaled = tl.floor(scaled + 0.5)
-    tl.store(numbers + row * size + columns, scaled.to(numbers.dtype.element_ty), mask=columns < size)
+    tl.store(numbers + row * size + columns, scaled.to(dtype), mask=columns < size)
     tl.store(scales + row, scale)
 
 

@@ -9,7 +9,7 @@ D head dimension, V vocabulary.
 
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from model.nn.position_embeddings import RotaryPositions, SinusoidalPositions, r
 Rotation = tuple[Tensor, Tensor]  # cosines and sines of each token's angles
 # Keys and values of a step's tokens, TKD, by the number of the layer that computed them.
 KeysValues = dict[int, tuple[Tensor, Tensor]]
+RotateAndWrite: TypeAlias = (
+    "Callable[[Attention, Tensor, Tensor, Tensor, Rotation | None, Tensor, KVCache], tuple[Tensor, Tensor]]"
+)
 
 
 class Attention(nn.Module):
@@ -35,10 +38,10 @@ class Attention(nn.Module):
     table: parameters that the score biases of all layers share (`relative_positions`); None: no shared parameters.
     kv_source: layer whose keys and values this layer reads: its own, or those of an earlier layer.
     is_kv_shared: later layers read the keys and values of this layer.
-    fused: GPU kernel that does what `rotated` and `KVCache.write` do, and returns the queries; None: PyTorch.
+    fused: GPU kernel that does what `rotated`, in place, and `KVCache.write` do; None: PyTorch.
     """
 
-    fused: "Callable[[Attention, Tensor, Tensor, Tensor, Rotation | None, Tensor, KVCache], Tensor] | None" = None
+    fused: "RotateAndWrite | None" = None
 
     def __init__(self, config: ModelConfig, backend: AttentionBackend, layer: int, table: nn.Embedding | None) -> None:
         super().__init__()
@@ -97,7 +100,7 @@ class Attention(nn.Module):
             q_THD, k_TKD = self.rotated(q_THD, k_TKD, rotation)
         else:
             assert metadata.slot_mapping_T is not None
-            q_THD = self.fused(self, q_THD, k_TKD, v_TKD, rotation, metadata.slot_mapping_T, kv_cache)
+            q_THD, k_TKD = self.fused(self, q_THD, k_TKD, v_TKD, rotation, metadata.slot_mapping_T, kv_cache)
         if self.score_growth is not None:
             q_THD = (q_THD * score_factors(metadata.positions_T, *self.score_growth)[:, None, None]).to(q_THD.dtype)
         if self.kv_source != self.form.layer:

@@ -31,6 +31,7 @@ from model.sampling.logits_processors import obey, rule_arrays
 from model.sampling.params import SamplingParams
 from model.sampling.token_constraints import TokenRules
 from model.system.device_copy import copy_to_device
+from model.system.triton_modules import import_with_triton
 
 NO_TOKEN = -1  # in place of a sampled id if no token is possible
 _MASK = 2**64 - 1
@@ -120,14 +121,6 @@ def sample(
     return ids_B
 
 
-def can_sample_without_host(params: SamplingParams) -> bool:
-    """Return whether a GPU can sample without a round trip to the host.
-
-    It can if sampling is greedy, without `top_p`, or with a `top_k` of at most `_NUCLEUS_CANDIDATES`.
-    """
-    return params.greedy or params.top_p >= 1.0 or 0 < params.top_k <= _NUCLEUS_CANDIDATES
-
-
 def most_likely(logits_BV: Tensor) -> NDArray[np.int64] | Tensor:
     """Return the id of each row's highest logit: the first of equal ones, or the first NaN of a row with NaN.
 
@@ -213,8 +206,7 @@ def _filter(
         kth_B1 = candidates_BC.gather(1, limit_B1.clamp(max=max(limits)) - 1)
         _drop_below(kth_B1.masked_fill(limit_B1 == vocab_size, 0.0), probs_BV)
     if any(param.top_p < 1.0 for param in params):
-        is_small = all(map(can_sample_without_host, params))
-        _drop_below(_nucleus_floor(probs_BV, top_p_B1, is_small=is_small), probs_BV)
+        _drop_below(_nucleus_floor(probs_BV, top_p_B1), probs_BV)
     if any(param.min_p > 0.0 for param in params):
         _drop_below(probs_BV.amax(dim=-1, keepdim=True) * min_p_B1, probs_BV)
 
@@ -224,21 +216,27 @@ def _drop_below(floor_B1: Tensor, probs_BV: Tensor) -> None:
     probs_BV.masked_fill_(probs_BV < floor_B1, 0.0)
 
 
-def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor, *, is_small: bool) -> Tensor:
+def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor) -> Tensor:
     """Return the probability of the least likely token in each row's `top_p` nucleus; 0 for rows with top_p 1.
 
-    The `_NUCLEUS_CANDIDATES` most likely tokens are tried first, then the whole vocabulary. is_small: `top_k` ensures
-    that each row's nucleus is among these candidates.
+    The `_NUCLEUS_CANDIDATES` most likely tokens are tried first, then the whole vocabulary: by a Triton kernel, so that
+    the host of a GPU need not wait, else by a sort.
     """
     wanted_B1 = top_p_B1 * probs_BV.sum(dim=-1, keepdim=True)
-    whole_B1 = top_p_B1 >= 1.0
     sorted_BC = probs_BV.topk(min(_NUCLEUS_CANDIDATES, probs_BV.shape[1]), dim=-1).values
-    if not is_small and bool((~whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)).any()):
+    is_whole_B1 = top_p_B1 >= 1.0
+    is_short_B1 = ~is_whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)
+    kernel = None if probs_BV.device.type == "cpu" else import_with_triton("model.gpu.nucleus_kernel")
+    if kernel is None and bool(is_short_B1.any()):
         sorted_BC = probs_BV.sort(dim=-1, descending=True).values
     # Keep a token if the tokens before it hold less than the wanted mass.
     needed_BC = sorted_BC.cumsum(dim=-1) - sorted_BC < wanted_B1
     last_B1 = needed_BC.sum(dim=-1, keepdim=True) - 1
-    return torch.where(whole_B1, 0.0, sorted_BC.gather(1, last_B1.clamp_(min=0)))
+    floor_B1 = sorted_BC.gather(1, last_B1.clamp_(min=0)).masked_fill(is_whole_B1, 0.0)
+    if kernel is None:
+        return floor_B1
+    completed_B1: Tensor = kernel.complete_floors(probs_BV, wanted_B1, floor_B1.masked_fill(is_short_B1, -1.0))
+    return completed_B1
 
 
 def _inverse_cdf(probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:

@@ -149,6 +149,8 @@ def deterministic(seed: int) -> None:
     """
     torch.manual_seed(seed)
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    # Else each new tensor is filled with NaN first, by a kernel of its own.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 class Progress:

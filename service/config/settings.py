@@ -231,9 +231,10 @@ class ServeSettings(ModelSettings):
     too (default: no traces)"""
     kv_events_endpoint: str | None = option("operation", None, metavar="ADDRESS", min_length=1)
     """ZeroMQ address, such as tcp://*:5557, at which changes of the prefix cache are published in vLLM's format, for
-    routers that send a request to the replica with the longest cached prefix (default: none)"""
+    routers that send a request to the replica with the longest cached prefix; worker i of --devices adds i to the port
+    (default: none)"""
     kv_events_replay_endpoint: str | None = option("operation", None, metavar="ADDRESS", min_length=1)
-    """ZeroMQ address at which a router asks for changes that it has missed, such as tcp://*:5558 (default: none)"""
+    """ZeroMQ address at which a router asks for changes that it has missed, such as tcp://*:5657 (default: none)"""
     kv_events_topic: str | None = option("operation", None, metavar="TOPIC", min_length=1)
     """topic of the published changes; llm-d expects kv@POD_ADDRESS@MODEL (default: the empty topic)"""
 

@@ -17,7 +17,6 @@ from model.io.files import first_line
 from model.native.native_transformer import NativeTransformer
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
-from model.sampling.sampler import can_sample_without_host
 from model.tokenizer.interface import Tokenizer
 from service.engine.execution.adapter_loader import AdapterLoader
 from service.engine.execution.cuda_graphs import Capture
@@ -408,5 +407,4 @@ def _needs_no_host(plan: StepPlan, inputs: ModelInputs) -> bool:
         all(chunk.samples for chunk in plan.chunks)
         and not (inputs.rules or inputs.forbidden or inputs.prompt_rows or inputs.wants_logprobs)
         and inputs.masks is None
-        and all(map(can_sample_without_host, inputs.params))
     )

@@ -24,7 +24,7 @@ class CacheEventPublisher:
     """Publisher of batches of events to all subscribers. Repeats the last batches on request.
 
     A published message has three frames: the topic; the batch's sequence number, 8 bytes, big-endian, from 0 on; and in
-    MessagePack the array [time in seconds, events, 0].
+    MessagePack the array [time in seconds, events, rank].
 
     A request at `replay_endpoint` is one frame, the sequence number of the first missing batch. The replies have two
     frames: number and payload of each kept batch from there on, and at the end the number -1 with an empty payload.
@@ -34,14 +34,16 @@ class CacheEventPublisher:
     Args:
         endpoint: address to bind, such as "tcp://*:5557".
         replay_endpoint: address to bind for requests; None: no batch can be repeated.
+        rank: index of this worker among the workers of the service. Each publishes at addresses of its own; see
+            `address_of`.
 
     Raises:
         OSError: an address is wrong or in use; the message names it and says what to do.
     """
 
-    def __init__(self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = "") -> None:
+    def __init__(self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = "", rank: int = 0) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode, self._rank = msgspec.msgpack.Encoder().encode, rank
         self._outbox = context.socket(zmq.PAIR)
         inbox, subscribers, requests = (context.socket(kind) for kind in (zmq.PAIR, zmq.PUB, zmq.ROUTER))
         for queue in (self._outbox, inbox, subscribers, requests):
@@ -50,9 +52,9 @@ class CacheEventPublisher:
         self._outbox.bind(own)
         inbox.connect(own)
         try:
-            _bind(subscribers, endpoint, "--kv-events-endpoint")
+            _bind(subscribers, address_of(endpoint, rank), "--kv-events-endpoint")
             if replay_endpoint is not None:
-                _bind(requests, replay_endpoint, "--kv-events-replay-endpoint")
+                _bind(requests, address_of(replay_endpoint, rank), "--kv-events-replay-endpoint")
         except OSError:
             for opened in (self._outbox, inbox, subscribers, requests):
                 opened.close(linger=0)
@@ -66,13 +68,21 @@ class CacheEventPublisher:
         """Send a batch of events to all subscribers, unless it is empty."""
         if events:
             published_at = time.time()
-            self._outbox.send(self._encode((published_at, events, 0)))
+            self._outbox.send(self._encode((published_at, events, self._rank)))
 
     def close(self) -> None:
         """Close the publisher's sockets, once all batches are sent."""
         self._outbox.send(b"")
         self._thread.join()
         self._outbox.close()
+
+
+def address_of(address: str, rank: int) -> str:
+    """Return the address of a worker as in vLLM: the port plus its rank, or the name with "_dp" and its rank."""
+    if rank == 0:
+        return address
+    start, _, port = address.rpartition(":")
+    return f"{start}:{int(port) + rank}" if port.isdigit() else f"{address}_dp{rank}"
 
 
 def _bind(bound: "zmq.Socket[bytes]", address: str, flag: str) -> None:

@@ -209,6 +209,7 @@ class Worker:
                 settings.kv_events_endpoint,
                 replay_endpoint=settings.kv_events_replay_endpoint,
                 topic=settings.kv_events_topic or "",
+                rank=self.order.index,
             )
         except ImportError:
             install = "--kv-events-endpoint needs pyzmq, which is not installed; run pip install 'kvasir[kv-events]'"

@@ -10,18 +10,26 @@ from typing import Any
 import psutil
 import pytest
 
+from service.worker.cache_event_publisher import address_of
 from tests.e2e.process import Service, alive, serving, wait_until
 from tests.e2e.test_poison import has_standby
 from tests.service.streams import events, joined
+from tests.service.worker.test_cache_events import Router, chain
 
 pytestmark = pytest.mark.slow
 LONG = {"max_tokens": 200, "ignore_eos": True, "logprobs": 1}
 
 
 @pytest.fixture(scope="module")
-def pair(long_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the address of the first worker's KV-cache events."""
+    return f"ipc://{tmp_path_factory.mktemp('events')}/kv"
+
+
+@pytest.fixture(scope="module")
+def pair(long_checkpoint: Path, endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Start a service with two workers on a CPU each, which check the engine's invariants."""
-    flags = ("--devices", "2", "--standby")
+    flags = ("--devices", "2", "--standby", "--kv-events-endpoint", endpoint)
     with serving(long_checkpoint, tmp_path_factory.mktemp("pair"), *flags, program="tests.e2e.checked") as running:
         yield running
 
@@ -86,6 +94,24 @@ def test_a_conversation_stays_with_the_worker_that_holds_its_prefix(pair: Servic
     assert cached == [[0] * 4, [32] * 4, [48] * 4]
     hits = pair.metric("llm_prefix_cache_hits_total"), pair.metric("vllm:prefix_cache_hits_total")
     assert hits[0] == hits[1] >= 4 * (32 + 48)
+
+
+def test_each_worker_publishes_the_changes_of_its_own_cache(pair: Service, endpoint: str) -> None:
+    routers = [Router(address_of(endpoint, rank), rank=rank) for rank in (0, 1)]
+    prompts = ([first, *range(60, 92)] for first in range(10, 50))
+
+    def num_learned() -> int:
+        """Complete a new prompt. Return how many workers' routers learn its two full blocks."""
+        blocks = chain(prompt := next(prompts))
+        pair.complete(prompt, max_tokens=1)
+        while any(router.read(200) for router in routers):
+            pass
+        return sum(set(blocks) <= router.blocks.keys() for router in routers)
+
+    wait_until(lambda: num_learned() == 1 and all(router.blocks for router in routers), what="events of both workers")
+    assert [num_learned() for _ in range(4)] == [1] * 4
+    for router in routers:
+        router.close()
 
 
 def test_the_other_worker_serves_while_a_dead_worker_is_replaced(pair: Service, expected: list[Any]) -> None:

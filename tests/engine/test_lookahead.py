@@ -288,7 +288,6 @@ def test_a_new_sequence_is_reported_once_and_before_its_first_step() -> None:
 
 NEEDS_THE_HOST: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 0},
-    "top_p": {"top_p": 0.9},
     "penalties": {"frequency_penalty": 1.0},
     "bad words": {"bad_word_ids": ((1, 2),)},
     "min_tokens": {"min_tokens": 8, "ignore_eos": False},
@@ -310,9 +309,9 @@ def test_steps_that_need_the_host_are_never_launched(name: str) -> None:
     assert runner.num_launched == 8
 
 
-def test_top_p_sampling_with_a_small_top_k_is_launched_ahead() -> None:
+def test_sampling_with_filters_is_launched_ahead() -> None:
     engine, runner = ahead()
-    engine.submit(unending("a", [1, 2], max_tokens=8, temperature=1.0, top_p=0.9, top_k=20))
+    engine.submit(unending("a", [1, 2], max_tokens=8, temperature=1.0, top_p=0.9, min_p=0.01))
     drive(engine)
     assert runner.num_launched == 8
 

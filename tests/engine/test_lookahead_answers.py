@@ -62,14 +62,12 @@ def requests(seed: int, *, plain: float) -> list[Submit]:
             "temperature": rng.choice([0.0, 0.8, 1.0]),
             "top_k": rng.choice([0, 20]),
             "min_p": rng.choice([0.0, 0.02]),
-            "top_p": 1.0,
+            "top_p": rng.choice([0.8, 1.0]),
             "seed": rng.randrange(2**64),
             "ignore_eos": rng.random() < 0.7,
             "stop_token_ids": tuple(rng.sample(range(EOS), 8)) if rng.random() < 0.4 else (),
             "stop": rng.choice([(), ("e",), ("th", " a")]),
         }
-        if params["top_k"]:
-            params["top_p"] = rng.choice([0.8, 1.0])
         grammar = None
         if rng.random() > plain:
             params |= rng.choice(
@@ -78,7 +76,6 @@ def requests(seed: int, *, plain: float) -> list[Submit]:
                     {"prompt_logprobs": 1},
                     {"frequency_penalty": 0.5, "repetition_penalty": 1.2},
                     {"min_tokens": min(4, params["max_tokens"]), "ignore_eos": False},
-                    {"top_p": 0.9},
                     {"bad_word_ids": ((1,), (2, 3))},
                     {},
                 ]

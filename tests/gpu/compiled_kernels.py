@@ -6,10 +6,11 @@ memory are read from the machine code.
 """
 
 import contextlib
+import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,7 @@ from model.attention.paged import PagedAttention
 from model.config import ModelConfig
 from model.gpu import quantized_kernels
 from model.gpu.fused_modules import fuse
+from model.gpu.nucleus_kernel import complete_floors
 from model.gpu.quantization import Quantization
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
@@ -63,8 +65,16 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Name of the kernel, with its numbers' dtype and its largest tile."""
-        return f"{self.kernel.fn.__name__.lstrip('_')} {self.case}"
+        """Name of the kernel, with the dtype and, for attention, the size of a head: a row of docs/gpu.md."""
+        kernel, dtype = self.kernel.fn.__name__.lstrip("_"), self.case.split()[-1]
+        if dtype in ("int8", "fp8", "int8-cache"):
+            dtype = f"bfloat16 {dtype}"
+        return f"`{kernel}` {dtype}" + (f", heads of {self.arguments['SIZE']}" if "splits" in kernel else "")
+
+    @property
+    def tile_size(self) -> int:
+        """Product of the sizes of the kernel's tiles."""
+        return math.prod(self.arguments.get(name, 1) for name in ("ROWS", "PADDED", "TILE", "OUTPUTS", "INPUTS"))
 
     @property
     def key(self) -> str:
@@ -219,13 +229,16 @@ def launches() -> list[Launch]:
             for form in forms:
                 dtype, _, extra = form.partition(" ")
                 case.append(f"{name} {form}")
-                _run_steps(config, getattr(torch, dtype), extra)
+                _run_steps(*_make(config, getattr(torch, dtype), extra))
+        numbers = torch.zeros((3, 64, 1), device=_META)
+        case.append("sampling float32")
+        complete_floors(torch.zeros((64, 151_936), device=_META), *numbers[1:])
     return list({launch.key: launch for launch in reversed(found)}.values())
 
 
-def _run_steps(config: ModelConfig, dtype: torch.dtype, extra: str) -> None:
-    """Run decode and prompt steps of a model on the meta device. extra: int8 or fp8 matrices, or an int8-cache."""
-    attention = PagedAttention(triton_decode.attend, lambda q_XHD, form, view, kv_cache: torch.empty_like(q_XHD))
+def _make(config: ModelConfig, dtype: torch.dtype, extra: str) -> tuple[Transformer, KVCache]:
+    """Return a model and its KV-cache on the meta device. extra: int8 or fp8 matrices, or an int8-cache."""
+    attention = PagedAttention(triton_decode.attend, lambda q_XHD, *_: torch.empty_like(q_XHD))
     with _META:
         model = Transformer(config, attention).to(dtype).eval()
     if extra in ("int8", "fp8"):
@@ -234,22 +247,38 @@ def _run_steps(config: ModelConfig, dtype: torch.dtype, extra: str) -> None:
     _to_meta(model)
     cache_dtype = torch.int8 if extra == "int8-cache" else None
     cache = KVCache(config, num_blocks=9, block_size=16, dtype=dtype, device=_META, cache_dtype=cache_dtype)
+    return model, cache
+
+
+def largest(found: Iterable[Launch]) -> list[Launch]:
+    """Return, of the launches of each name, the one with the largest tiles."""
+    by_size = sorted(found, key=lambda launch: launch.tile_size)
+    return list({launch.name: launch for launch in by_size}.values())
+
+
+def _run_steps(model: Transformer, cache: KVCache) -> None:
+    """Run decode and prompt steps."""
     for rows in _ROWS:
         # Slices of one tensor, as the static inputs of CUDA graphs are.
-        ids, positions, slots, tables = torch.zeros(rows * 67, dtype=torch.int64, device=_META).split(
-            [rows, rows, rows, rows * 64]
-        )
+        ids, positions, slots = torch.zeros(rows * 3, dtype=torch.int64, device=_META).split(rows)
         metadata = AttentionMetadata(
             query_lengths=(1,) * rows,
             context_lengths=(1,) * rows,
             positions_T=positions,
             slot_mapping_T=slots,
-            block_tables_BN=tables.view(rows, 64),
+            block_tables_BN=torch.zeros((rows, 64), dtype=torch.int32, device=_META),
         )
         model.logits(model.hidden(ids, metadata, cache))
     for length in _PROMPTS:
-        metadata = AttentionMetadata.uncached((length,), _META)
-        model.logits(model.hidden(torch.zeros(length, dtype=torch.int64, device=_META), metadata, None)[-1:])
+        ids, positions, slots = torch.zeros(length * 3, dtype=torch.int64, device=_META).split(length)
+        metadata = AttentionMetadata(
+            query_lengths=(length,),
+            context_lengths=(length,),
+            positions_T=positions,
+            slot_mapping_T=slots,
+            block_tables_BN=torch.zeros((1, 64), dtype=torch.int32, device=_META),
+        )
+        model.logits(model.hidden(ids, metadata, cache)[-1:])
 
 
 def _to_meta(model: nn.Module) -> None:

@@ -32,21 +32,11 @@ def model_part() -> str:
     )
 
 
-def kernel_name(launch: Launch) -> str:
-    """Return the kernel of a row of the table, with the dtype and, for attention, the head size."""
-    dtype = launch.case.split()[-1]
-    if dtype in ("int8", "fp8", "int8-cache"):
-        dtype = f"bfloat16 {dtype}"
-    size = launch.arguments.get("SIZE")
-    head = f", heads of {size}" if "splits" in launch.kernel.fn.__name__ else ""
-    return f"`{launch.kernel.fn.__name__.lstrip('_')}` {dtype}{head}"
-
-
 def kernel_part(compiled: Iterable[tuple[Launch, int, MachineCode]]) -> str:
     """Return the table of compiled kernels: the largest numbers of each kernel's variants, per compute capability."""
     rows: dict[str, dict[int, list[MachineCode]]] = {}
     for launch, capability, code in compiled:
-        rows.setdefault(kernel_name(launch), {}).setdefault(capability, []).append(code)
+        rows.setdefault(launch.name, {}).setdefault(capability, []).append(code)
     versions = " / ".join(f"sm_{capability}" for capability in SHARED_BYTES)
     lines = [
         f"| kernel | variants | registers of a thread: {versions} | shared memory, kB: {versions} | spilled bytes |",

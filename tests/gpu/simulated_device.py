@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tests.gpu.simulated_kernels import FORMULAS, variable_length_attention
+from tests.gpu.simulated_kernels import FORMULAS, flash_attention
 
 CUDA: Final = torch.device("cuda", 0)
 TOTAL_BYTES, _RESERVED_BYTES = 2**28, 2**24
@@ -247,9 +247,9 @@ class SimulatedDevice(TorchDispatchMode):
             self.wait("shape")
         if is_for_device:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        if name == "torch_attn::_varlen_attn":
+        if name == "aten::_flash_attention_forward":
             self.refuse_in_capture("attention whose lengths are Python numbers")
-            return self.compute(variable_length_attention, args, kwargs)
+            return self.compute(flash_attention, args, kwargs)
         return self.compute(func, args, kwargs)
 
     def _to_copy(self, func: Any, x: Tensor, kwargs: dict[str, Any]) -> Tensor:

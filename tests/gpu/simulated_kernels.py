@@ -1,4 +1,4 @@
-"""Formulas of the project's Triton kernels and of PyTorch's variable-length attention, for the simulated device.
+"""Formulas of the project's Triton kernels and of PyTorch's flash attention, for the simulated device.
 
 A formula reads and writes the tensors of a launch's arguments, all on the CPU, as the kernel does on a GPU. The kernels
 themselves are compared with PyTorch's operations on a GPU, by the tests marked `gpu`.
@@ -58,6 +58,7 @@ def _add_norm(a: Arguments) -> None:
     else:
         normed = _rms_norm(x, a["weight"], a)
     a["out"].copy_(normed.view(a["out"].shape))
+    _store_quantized(a["out"], a)
 
 
 def _rotate_and_write(a: Arguments) -> None:
@@ -71,11 +72,12 @@ def _rotate_and_write(a: Arguments) -> None:
         return x_THD
 
     if a["HEADS"]:
-        a["turned_q"].copy_(turned(a["q"], a["query_weight"]))
+        a["q"].copy_(turned(a["q"], a["query_weight"]))
     if a["KV_HEADS"]:
+        a["k"].copy_(turned(a["k"], a["key_weight"]))
         places = a["slots"] // a["BLOCK"], a["slots"] % a["BLOCK"]
         keys, values = (a["keys"], a["key_scales"]), (a["values"], a["value_scales"])
-        for (pool, scales), new_TKD in ((keys, turned(a["k"], a["key_weight"])), (values, a["v"])):
+        for (pool, scales), new_TKD in ((keys, a["k"]), (values, a["v"])):
             if scales is None:
                 pool[places] = kv_cache.rounded(new_TKD, pool.dtype)
             else:
@@ -85,6 +87,14 @@ def _rotate_and_write(a: Arguments) -> None:
 def _silu_product(a: Arguments) -> None:
     gate, up = a["gate_up"].chunk(2, dim=-1)
     a["out"].copy_((functional.silu(gate) * up).view(a["out"].shape))
+    _store_quantized(a["out"], a)
+
+
+def _store_quantized(x_TE: Tensor, a: Arguments) -> None:
+    if a["quantized"] is not None:
+        codes_TE, scales_T = linear.quantize_rows(x_TE, a["quantized"].dtype)
+        a["quantized"].copy_(codes_TE)
+        a["scales"].copy_(scales_T)
 
 
 def _quantize_rows(a: Arguments) -> None:
@@ -112,35 +122,48 @@ def _scale(sums: Tensor, a: Arguments) -> None:
     a["out"].copy_(linear.scale_sums(sums, a["x_scale"], a["scale"], bias, a["out"].dtype))
 
 
+def _complete_floors(a: Arguments) -> None:
+    for row in torch.where(a["floors"][:, 0] < 0)[0].tolist():
+        sorted_V = a["probs"][row].sort(descending=True).values
+        num_kept = int((sorted_V.cumsum(0) - sorted_V < a["wanted"][row]).sum())
+        a["floors"][row] = sorted_V[num_kept - 1]
+
+
 FORMULAS: Final[Mapping[str, Callable[[Arguments], None]]] = {
     function.__name__: function
     for function in (
         *(_attend_splits, _join_splits, _add_norm, _rotate_and_write, _silu_product),
-        *(_quantize_rows, _multiply_few, _scale_sums),
+        *(_quantize_rows, _multiply_few, _scale_sums, _complete_floors),
     )
 }
 
 
-def variable_length_attention(
+def flash_attention(
     q_XHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, starts: Tensor, context_starts: Tensor,
-    max_query: int, max_context: int, is_causal: bool, scale: float, window: list[int], *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute `torch.nn.attention.varlen.varlen_attn` for sequences whose queries are their last tokens.
+    max_query: int, max_context: int, dropout: float, is_causal: bool, returns_mask: bool,
+    *, scale: float, window_size_left: int, window_size_right: int, num_splits: int = 1,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Compute `aten::_flash_attention_forward` for sequences whose queries are their last tokens.
 
-    Asserts what the kernel's documentation demands of its arguments.
+    Asserts what the operator and its kernel demand of their arguments.
     """
+    assert q_XHD.dtype == k_SKD.dtype == v_SKD.dtype
     assert q_XHD.dtype in (torch.bfloat16, torch.float16)
+    assert q_XHD.stride(-1) == k_SKD.stride(-1) == v_SKD.stride(-1) == 1
+    assert q_XHD.shape[-1] % 8 == 0
     assert starts.dtype == context_starts.dtype == torch.int32
-    assert is_causal == (list(window) == [-1, 0])
+    assert (dropout, returns_mask, window_size_right) == (0.0, False, 0)
+    assert is_causal == (window_size_left < 0)
     lengths, contexts = starts.diff().tolist(), context_starts.diff().tolist()
     assert (max(lengths), max(contexts)) == (max_query, max_context)
+    assert (sum(lengths), sum(contexts)) == (len(q_XHD), len(k_SKD))
     outs = []
     for q_QHD, k, v in zip(q_XHD.split(lengths), k_SKD.split(contexts), v_SKD.split(contexts), strict=True):
         groups = q_QHD.shape[1] // k.shape[1]
         k_SHD, v_SHD = (x.float().repeat_interleave(groups, 1) for x in (k, v))
         distances_QS = torch.arange(len(k) - len(q_QHD), len(k))[:, None] - torch.arange(len(k))
-        hidden_QS = (distances_QS < 0) | (distances_QS > (window[0] if window[0] >= 0 else len(k)))
+        hidden_QS = (distances_QS < 0) | (distances_QS > (len(k) if window_size_left < 0 else window_size_left))
         scores_HQS = torch.einsum("qhd,shd->hqs", q_QHD.float(), k_SHD) * scale
         weights_HQS = scores_HQS.masked_fill(hidden_QS, -torch.inf).softmax(-1)
         outs.append(torch.einsum("hqs,shd->qhd", weights_HQS, v_SHD).to(q_XHD.dtype))
-    return torch.cat(outs), q_XHD.new_zeros(q_XHD.shape[1], len(q_XHD)), torch.zeros(2, dtype=torch.uint64)
+    return torch.cat(outs), *q_XHD.new_zeros(4, 0)

@@ -23,23 +23,27 @@ def launches() -> Any:
 def test_kernels_fit_a_gpu_and_spill_no_registers(
     capability: int, launches: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """All variants for Hopper; for others, the largest tiles of each kernel. `tests.gpu.page` compiles all for all."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = launches if capability == 90 else compiled_kernels.largest(launches)
     # GPUs before compute capability 8.9 have no fp8, and `model.gpu.quantization.choose` refuses it.
-    wanted = [launch for launch in launches if capability >= 89 or "fp8" not in launch.case]
+    wanted = [launch for launch in found if capability >= 89 or "fp8" not in launch.case]
     problems = {launch.key: compiled_kernels.compile_for(launch, capability).problems(capability) for launch in wanted}
     assert {key: found for key, found in problems.items() if found} == {}
-    assert len(problems) > 50
+    assert len(problems) > 25
 
 
 def test_every_triton_kernel_is_launched(launches: Any) -> None:
-    modules = ("model.attention.triton_decode", "model.gpu.fused_kernels", "model.gpu.quantized_kernels")
+    modules = ["model.attention.triton_decode"]
+    modules += [f"model.gpu.{name}" for name in ("fused_kernels", "quantized_kernels", "nucleus_kernel")]
     defined = {
         value.fn.__name__
         for name in modules
         for value in vars(importlib.import_module(name)).values()
         if type(value).__name__ == "JITFunction"
     }
-    helpers = {"_split_size", "_scaled", "_turned", "_scale", "_normed", "_write", "begin"}  # called by other kernels
+    # Called by other kernels:
+    helpers = {"_split_size", "_scaled", "_turn", "_scale", "_normed", "_write", "begin", "store_quantized"}
     assert {launch.kernel.fn.__name__ for launch in launches} == defined - helpers
 
 

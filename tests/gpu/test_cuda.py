@@ -1,6 +1,5 @@
 """Every mechanism on a CUDA device equals the reference on the CPU, in one pass, in cached chunks and in training."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,15 +19,6 @@ from tests.model.configs import VARIANTS, build
 from tests.model.paging import PagedRun
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def exact_products() -> Iterator[None]:
-    """Compute float32 products in float32, not in TensorFloat-32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

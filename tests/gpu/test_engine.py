@@ -32,12 +32,6 @@ FITTING = [name for name, config in VARIANTS.items() if fits(config)]
 CONFIG = EngineConfig(block_size=4, num_blocks=120, max_num_running=16, max_batched_tokens=64, max_context_length=64)
 
 
-@pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute float32 products in float32, not in TensorFloat-32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 def accelerated(variant: str, dtype: torch.dtype) -> tuple[Engine, ModelRunner]:
     model = build(VARIANTS[variant]).to("cuda", dtype)
     place = KernelContext(config=model.config, device=torch.device("cuda"), dtype=dtype, block_size=CONFIG.block_size)

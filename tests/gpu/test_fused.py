@@ -78,8 +78,8 @@ def test_the_fused_rotation_and_cache_equal_pytorchs(
     expected, turned_k = attention.rotated(q, k, rotation)
     caches[0].write(0, slots, turned_k, v)
     found = fused_kernels.rotate_and_write(attention, q, k, v, rotation, slots, caches[1])
-    theirs = (expected, *caches[0].gather(0, slots))
-    for part, other in zip((found, *caches[1].gather(0, slots)), theirs, strict=True):
+    theirs = (expected, turned_k, *caches[0].gather(0, slots))
+    for part, other in zip((*found, *caches[1].gather(0, slots)), theirs, strict=True):
         error = (part.float() - other.float()).abs().max() / other.float().abs().max()
         assert error <= (TOLERANCES[dtype] if cache_dtype is None else 1e-2)
 

@@ -109,7 +109,8 @@ def test_only_the_gpu_service_reserves_a_gpu() -> None:
         for name, service in SERVICES.items()
         if "reservations" in service["deploy"]["resources"]
     }
-    assert reservations == {"kvasir-gpu": [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]}
+    gpus = {"driver": "nvidia", "count": "${KVASIR_DEVICES:-1}", "capabilities": ["gpu"]}
+    assert reservations == {"kvasir-gpu": [gpus]}
     assert {name: SERVICES[name]["environment"]["KVASIR_DEVICE"] for name in KVASIR} == {
         "kvasir": "cpu",
         "kvasir-gpu": "cuda",

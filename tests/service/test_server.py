@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from service.config.settings import ServeSettings, SettingsError
+from service.config.settings import ServeSettings
 from service.server import build_server
 from service.supervisor.supervisor import StartError
 
@@ -17,9 +17,3 @@ def test_port_in_use_is_found_before_the_checkpoint_is_read(tmp_path: Path) -> N
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=f"port {port} on 127.0.0.1 is in use"):
             build_server(ServeSettings(checkpoint=tmp_path / "none", port=port))
-
-
-def test_workers_cannot_share_the_address_of_cache_events(tmp_path: Path) -> None:
-    settings = ServeSettings(checkpoint=tmp_path / "none", devices=2, kv_events_endpoint="tcp://*:5557")
-    with pytest.raises(SettingsError, match="--kv-events-endpoint needs --devices 1"):
-        build_server(settings)

@@ -4,16 +4,16 @@ Legend: T packed tokens, E inputs, F outputs, R rank, X tokens with one adapter.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.checkpoint.lora_adapter import Adapter
 from model.nn.transformer import Transformer
-from model.system.device_copy import copy_to_device
 
 Matrices = dict[str, tuple[Tensor, Tensor]]  # module -> down RE, up FR
 
@@ -71,19 +71,9 @@ class LinearAdapters:
         self._adapters.pop(key, None)
 
     @contextlib.contextmanager
-    def applied(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """Context manager in which the model's layers apply adapters to the tokens of a step.
-
-        runs: adapter key ("": no adapter) and number of consecutive tokens that use it, in the order of the tokens.
-        """
-        tokens: dict[str, list[int]] = {}
-        first = 0
-        for key, length in runs:
-            if key:
-                tokens.setdefault(key, []).extend(range(first, first + length))
-            first += length
-        copies = copy_to_device(self._device, [np.array(indices) for indices in tokens.values()])
-        self._groups.extend(zip(copies, map(self._adapters.__getitem__, tokens), strict=True))
+    def applied(self, tokens: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context manager in which the layers apply adapters to tokens: indices on the device, by the adapter's key."""
+        self._groups.extend((tokens_X, self._adapters[key]) for key, tokens_X in tokens.items())
         try:
             yield
         finally:
@@ -94,3 +84,13 @@ class LinearAdapters:
         module = self._model.get_submodule(parent)
         if (base := getattr(module, child, None)) is not None:
             setattr(module, child, AdaptedLinear(base, name, self._groups))
+
+
+def adapter_tokens(runs: Sequence[tuple[str, int]]) -> dict[str, NDArray[np.int64]]:
+    """Return the indices of the tokens of each adapter in a step. runs: as `ModelInputs.adapters`."""
+    ends = np.cumsum([length for _, length in runs])
+    tokens: dict[str, list[NDArray[np.int64]]] = {}
+    for (key, length), end in zip(runs, ends, strict=True):
+        if key:
+            tokens.setdefault(key, []).append(np.arange(end - length, end))
+    return {key: np.concatenate(parts) for key, parts in tokens.items()}

@@ -40,13 +40,14 @@ class Bucket:
 
     @property
     def num_numbers(self) -> int:
-        """Number of integers that a decode step of this shape reads: token ids, positions, slots, block tables."""
-        return self.rows * (3 + self.width)
+        """Number of int64 in which a decode step's token ids, positions, slots and block tables (int32) fit."""
+        return self.rows * 3 + -(-self.rows * self.width // 2)
 
     def views(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the parts of a step's integers (one flat tensor): token ids T, positions T, slots T, tables TN."""
         ids_T, positions_T, slots_T = numbers[: 3 * self.rows].view(3, self.rows)
-        return ids_T, positions_T, slots_T, numbers[3 * self.rows : self.num_numbers].view(self.rows, self.width)
+        tables = numbers[3 * self.rows : self.num_numbers].view(torch.int32)
+        return ids_T, positions_T, slots_T, tables[: self.rows * self.width].view(self.rows, self.width)
 
 
 def buckets(max_rows: int, max_width: int) -> tuple[Bucket, ...]:

@@ -1,7 +1,7 @@
 """Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -27,7 +27,7 @@ from model.sampling.sampler import (
     sampling_arrays,
 )
 from model.system.device_copy import copy_to_device
-from service.engine.execution.adapted_linear import LinearAdapters
+from service.engine.execution.adapted_linear import LinearAdapters, adapter_tokens
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.scheduling.step_plan import MIN_ROWS, Chunk
@@ -131,12 +131,14 @@ class ModelRunner:
         metadata, rows_R, graphs = inputs.metadata, inputs.metadata.logit_rows_R, self._graphs
         given = [np.array(inputs.previous_rows, dtype=np.int64), *arrays]
         if graphs is None or inputs.adapters or (bucket := graphs.bucket(metadata)) is None:
-            given = [inputs.token_ids_T.numpy(), *given]
+            adapters = {} if isinstance(self._model, NativeTransformer) else adapter_tokens(inputs.adapters)
+            given = [inputs.token_ids_T.numpy(), *given, *adapters.values()]
             metadata, (token_ids_T, previous_B, *tensors) = metadata.to_device(self._device, given)
+            tensors, tokens = tensors[: len(arrays)], dict(zip(adapters, tensors[len(arrays) :], strict=True))
             rows_R = metadata.logit_rows_R
             if (sampled_B := self._previous(inputs, previous_B)) is not None:
                 token_ids_T = torch.cat((sampled_B, token_ids_T[len(sampled_B) :]))
-            x_TE = self._hidden(token_ids_T, metadata, inputs.adapters)
+            x_TE = self._hidden(token_ids_T, metadata, inputs.adapters, tokens)
         else:
             given += [] if rows_R is None else [rows_R.numpy()]
             previous_B, *tensors = graphs.fill(bucket, inputs, given)
@@ -157,12 +159,18 @@ class ModelRunner:
         is_same = inputs.previous_rows == tuple(range(len(self._sampled_B)))
         return self._sampled_B if is_same else self._sampled_B[rows_B]
 
-    def _hidden(self, token_ids_T: Tensor, metadata: AttentionMetadata, runs: tuple[tuple[str, int], ...]) -> Tensor:
-        """Return the hidden states TE of a step. `runs`: as `ModelInputs.adapters`."""
+    def _hidden(
+        self,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        runs: tuple[tuple[str, int], ...],
+        tokens: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Return the hidden states TE of a step. runs: `ModelInputs.adapters`. tokens: their indices, by adapter."""
         if isinstance(self._model, NativeTransformer):
             rows = cast(NativeAdapters, self.adapters).rows(runs, len(token_ids_T))
             return self._model.hidden(token_ids_T, metadata, self._cache, rows)
-        with cast(LinearAdapters, self.adapters).applied(runs):
+        with cast(LinearAdapters, self.adapters).applied(tokens):
             return self._model.hidden(token_ids_T, metadata, self._cache)
 
     def run(self, inputs: ModelInputs) -> StepOutputs:

@@ -1,21 +1,20 @@
 """GPU attention over a paged cache: every kernel for a CPU equals the reference implementation."""
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from model.attention import paged
 from model.attention.backends import EagerAttention
 from model.attention.kv_cache import KVCache
-from model.attention.metadata import AttentionForm, AttentionMetadata
+from model.attention.metadata import AttentionForm, AttentionMetadata, RaggedView
 from model.attention.paged import (
     CHUNK_KERNELS,
     DECODE_KERNELS,
     KernelContext,
     PagedAttention,
-    VarlenChunks,
     choose,
     fits,
     gathered,
@@ -78,20 +77,21 @@ def test_a_ragged_view_locates_chunks_and_contexts() -> None:
     batch = AttentionMetadata(
         query_lengths=(2, 1, 3),
         context_lengths=(3, 2, 6),
-        positions_T=slots,
+        positions_T=torch.tensor([1, 2, 1, 3, 4, 5]),
         slot_mapping_T=slots,
         block_tables_BN=tables,
     )
-    view = batch.ragged_view(4)
+    view = batch.ragged_view
     assert view.decodes is not None
     tokens, positions, decode_tables = view.decodes
-    assert (tokens.tolist(), positions.tolist(), decode_tables.tolist()) == ([2], [1], [[1, 9]])
+    assert (tokens, positions.tolist(), decode_tables.tolist()) == (slice(2, 3), [1], [[1, 9]])
+    assert isinstance(view.tokens_X, Tensor)
     assert view.tokens_X.tolist() == [0, 1, 3, 4, 5]
-    assert view.slots_S.tolist() == [12, 13, 14, 16, 17, 18, 19, 8, 9]
+    assert batch.chunk_slots(4).tolist() == [12, 13, 14, 16, 17, 18, 19, 8, 9]
     assert (view.query_starts.tolist(), view.context_starts.tolist()) == ([0, 2, 5], [0, 3, 9])
     assert view.query_starts.dtype == view.context_starts.dtype == torch.int32
     chunk = dataclasses.replace(batch, query_lengths=(6,), context_lengths=(6,))
-    assert chunk.ragged_view(4).decodes is None
+    assert (chunk.ragged_view.decodes, chunk.ragged_view.tokens_X) == (None, slice(0, 6))
 
 
 def varlen_oracle(
@@ -112,31 +112,36 @@ def varlen_oracle(
 
 
 @pytest.mark.parametrize("place", [PLACE, WINDOWS], ids=["plain", "windows"])
-def test_varlen_chunks_equal_the_reference(place: KernelContext) -> None:
-    given: list[dict[str, Any]] = []
+def test_flash_attention_gets_the_chunks_and_their_contexts(
+    place: KernelContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest: list[tuple[int, int]] = []
 
-    def function(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-        *, scale: float, window_size: tuple[int, int], enable_gqa: bool, num_splits: int,
-    ) -> Tensor:  # fmt: skip
-        given.append({"max_q": max_q, "max_k": max_k, "gqa": enable_gqa, "splits": num_splits})
-        assert window_size[1] == 0
-        return varlen_oracle(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, context_starts: Tensor, max_q: int, max_k: int,
+        dropout: float, is_causal: bool, returns_mask: bool,
+        *, scale: float, window_size_left: int, window_size_right: int, **options: int,
+    ) -> tuple[Tensor]:  # fmt: skip
+        longest.append((max_q, max_k))
+        assert (dropout, is_causal, returns_mask) == (0.0, window_size_left < 0, False)
+        assert (window_size_right, options) == (0, paged._FLASH_OPTIONS)
+        return (varlen_oracle(q, k, v, starts, context_starts, scale, window_size_left),)
 
-    check_kernels(PagedAttention(gathered, VarlenChunks(function)), place)
-    assert given[0] == {"max_q": 120, "max_k": 700, "gqa": True, "splits": 1}
+    monkeypatch.setattr(paged, "_flash_forward", forward)
+    check_kernels(PagedAttention(gathered, paged.flash_varlen), place)
+    assert set(longest) == {(120, 700)}
 
 
-def test_varlen_chunks_pass_only_the_options_that_this_pytorch_has() -> None:
-    """PyTorch 2.11 has neither `enable_gqa` nor `num_splits`."""
+@pytest.mark.parametrize("cache_dtype", [None, torch.int8])
+def test_whole_prompts_are_read_from_the_cache_only_if_it_rounds(cache_dtype: torch.dtype | None) -> None:
+    are_copies: list[bool] = []
 
-    def function(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-        *, scale: float, window_size: tuple[int, int],
-    ) -> Tensor:  # fmt: skip
-        return varlen_oracle(query, key, value, cu_seq_q, cu_seq_k, scale, window_size[0])
+    def noted(q_XHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm, view: RaggedView) -> Tensor:
+        are_copies.append(k_SKD.storage_offset() == 0)  # the keys of the first sequence, which decodes, are before
+        return one_by_one(q_XHD, k_SKD, v_SKD, form, view)
 
-    check_kernels(PagedAttention(gathered, VarlenChunks(function)), PLACE)
+    check_kernels(PagedAttention(gathered, noted), PLACE, (1, 5, 16, 17, 133, 401, 700), cache_dtype)
+    assert are_copies == [cache_dtype is not None]
 
 
 def test_without_a_gpu_pytorch_kernels_are_chosen_and_reasons_are_reported() -> None:

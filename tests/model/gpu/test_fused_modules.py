@@ -11,7 +11,7 @@ from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.gpu.fused_modules import fuse
-from model.nn.layers import Norm
+from model.nn.layers import Norm, RMSNorm
 from model.nn.transformer import Transformer
 from model.system.triton_modules import import_with_triton
 from tests.model.configs import VARIANTS, attention_layers, build
@@ -86,6 +86,20 @@ def test_a_fused_model_computes_and_caches_the_same(
     for layer in range(plain.config.num_layers):
         for ours, theirs in zip(cache.gather(layer, slots), expected_cache.gather(layer, slots), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * theirs.abs().max().item())
+
+
+@pytest.mark.triton
+@torch.inference_mode()
+def test_norm_and_activation_quantize_as_a_linear_layer_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    interpret(monkeypatch)
+    fused_kernels: Any = import_with_triton("model.gpu.fused_kernels")
+    quantized_kernels: Any = import_with_triton("model.gpu.quantized_kernels")
+    x, added = torch.randn((2, 3, 48), generator=torch.Generator().manual_seed(1))
+    _, normed = fused_kernels.add_norm(RMSNorm(48, 1e-6), x, added, torch.int8)
+    for out in (normed, fused_kernels.silu_product(torch.cat((x, added), 1), torch.int8)):
+        expected = quantized_kernels.quantize_rows(out, torch.int8, 48)
+        assert all(map(torch.equal, out.quantized, expected))
+    assert not hasattr(fused_kernels.silu_product(x[:, :36], torch.int8), "quantized")  # 18 numbers are padded
 
 
 def test_without_triton_or_in_float64_the_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:

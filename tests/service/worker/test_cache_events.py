@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ import zmq
 
 from service.engine.scheduling.block_pool import block_hash
 from service.engine.scheduling.cache_events import BlockStored, CacheLog, external_hash
-from service.worker.cache_event_publisher import CacheEventPublisher
+from service.worker.cache_event_publisher import CacheEventPublisher, address_of
 from tests.e2e.process import Service, serving, wait_until
 
 BLOCK = 16
@@ -25,9 +26,10 @@ def free_address() -> str:
 
 
 class Router:
-    """Subscriber of one replica's events, which knows the cached blocks."""
+    """Subscriber of one worker's events, which knows the cached blocks."""
 
-    def __init__(self, endpoint: str, topic: str = "") -> None:
+    def __init__(self, endpoint: str, topic: str = "", rank: int = 0) -> None:
+        self._rank = rank
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt_string(zmq.SUBSCRIBE, topic)
         self._socket.connect(endpoint)
@@ -48,7 +50,7 @@ class Router:
     def apply(self, payload: bytes) -> None:
         seconds, events, rank = msgspec.msgpack.decode(payload)
         assert seconds > 1.7e9
-        assert rank == 0
+        assert rank == self._rank
         for kind, *fields in events:
             match kind:
                 case "BlockStored":
@@ -156,12 +158,17 @@ def test_a_client_that_sends_a_large_message_is_disconnected() -> None:
     publisher.close()
 
 
+def test_each_worker_has_an_address_of_its_own() -> None:
+    assert [address_of("tcp://*:5557", rank) for rank in (0, 2)] == ["tcp://*:5557", "tcp://*:5559"]
+    assert [address_of("ipc:///run/events", rank) for rank in (0, 1)] == ["ipc:///run/events", "ipc:///run/events_dp1"]
+
+
 @pytest.mark.parametrize("flag", ["endpoint", "replay_endpoint"])
 def test_an_address_in_use_is_named(flag: str) -> None:
     taken: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
     address = free_address()
     taken.bind(address)
-    addresses = {"endpoint": free_address(), flag: address}
+    addresses: dict[str, Any] = {"endpoint": free_address(), flag: address}
     with pytest.raises(
         OSError, match=f"^--kv-events-{flag.replace('_', '-')} {address}: address already in use; choose"
     ):
