@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.inspect import parameter_counts
+from model.io.files import CheckpointError
 from model.tokenizer.export import export_tokenizer as write_tokenizer
 from model.tokenizer.files import load_tokenizer
 from service.config.settings import ExportTokenizerSettings, InspectParamsSettings, TokenizeSettings
@@ -37,7 +38,10 @@ _LETTERS = {
 
 def tokenize(settings: TokenizeSettings) -> int:
     """Run `kvasir tokenize`: print the tokens of `--text` or standard input."""
-    tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
+    try:
+        tokenizer = load_tokenizer(read_manifest(settings.checkpoint).directory)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{'' if settings.text else '; give a text with --text'}") from None
     begin = [] if settings.no_begin or tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     text = sys.stdin.buffer.read().decode() if settings.text is None else settings.text
     token_ids = [*begin, *tokenizer.encode(text)]

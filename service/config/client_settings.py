@@ -41,6 +41,8 @@ class BatchSettings(CommandSettings):
             raise ValueError(
                 "there is no shipped model; give --checkpoint (a server to start), or --url (a running server)"
             )
+        if self.output.exists() and not self.output.is_file():
+            raise ValueError(f"{self.output} is not a regular file, so its lines cannot be read; choose another output")
         if self.input.exists() and self.output.exists() and self.input.samefile(self.output):
             raise ValueError("the input file and the output file are the same; choose another output file")
         return self

@@ -27,6 +27,7 @@ CacheDtype = Literal["auto", "float16", "int8"]
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@]+")
 # URL of an OTLP collector. The printed settings show it, so it holds no user name and password.
 _COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
+_TCP_PORT = re.compile(r"tcp://.*:(\d+)")  # port of a ZeroMQ address; ZeroMQ would open the port modulo 65,536
 _GPU_DEFAULTS = {"max_num_running": 256, "max_batched_tokens": 4096}
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 _SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
@@ -284,10 +285,20 @@ class ServeSettings(ModelSettings):
             )
         return value
 
+    @field_validator("kv_events_endpoint", "kv_events_replay_endpoint")
+    @classmethod
+    def _check_tcp_port(cls, value: str | None) -> str | None:
+        if value is not None and (found := _TCP_PORT.fullmatch(value)) and not 1 <= int(found[1]) <= 65535:
+            raise ValueError("must be a ZeroMQ address such as tcp://*:5557, with a port from 1 to 65535")
+        return value
+
     @model_validator(mode="after")
-    def _check_log_prompts(self) -> Self:
+    def _check_needed_settings(self) -> Self:
         if self.log_prompts and self.log_format != "json":
             raise ValueError("--log-prompts needs --log-format json, which writes a line per request")
+        for name in ("kv_events_replay_endpoint", "kv_events_topic"):
+            if getattr(self, name) is not None and self.kv_events_endpoint is None:
+                raise ValueError(f"{flags.flag_of(name)} needs --kv-events-endpoint, at which changes are published")
         return self
 
     @field_validator("hang_seconds")
@@ -369,8 +380,8 @@ class InspectAttentionSettings(CheckpointSettings):
 
 
 class TokenizeSettings(CheckpointSettings):
-    """Show the token ids of a prompt: one line per token, or with --ids-only the ids alone. The begin-of-text token is
-    included, as in POST /tokenize; --no-begin leaves it out.
+    """Show the token ids of --text or of standard input: one line per token, or with --ids-only the ids alone. The
+    begin-of-text token is included, as in POST /tokenize; --no-begin leaves it out.
     """
 
     text: str | None = option("text", None)

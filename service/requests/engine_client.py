@@ -5,9 +5,12 @@ A request stays with the worker that it was first sent to, and with that worker'
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
+
+import msgspec
 
 from service.admission.controller import Admission
 from service.ipc.messages import (
@@ -133,6 +136,8 @@ class EngineClient:
             elif isinstance(event, Started):
                 if event.attempt == entry[1].submit.attempt:  # not from a dead worker
                     entry[0].worker.detector.record_start(event.uid)
+                    if isinstance(entry[1], Choice) and not entry[1].has_started:
+                        entry[1].begin_seconds = time.monotonic()
             elif isinstance(entry[1], InflightQuery):
                 entry[1].set_answer(event)
                 self._discard(event.uid)
@@ -189,6 +194,8 @@ class EngineClient:
         if delta.attempt != choice.submit.attempt or isinstance(request, InflightQuery):
             return None  # from a dead worker
         assert isinstance(choice, Choice)
+        if delta.finish is not None and choice.retry_seconds:
+            delta = msgspec.structs.replace(delta, finish=choice.over_all_attempts(delta.finish))
         has_failed = delta.finish is not None and delta.finish.reason in _FAILURES
         # A failed step may have sampled tokens that were never sent.
         if delta.index != len(choice.token_ids) and not has_failed:

@@ -49,6 +49,8 @@ class Choice:
     finish: Finish | None = None
     has_started: bool = False  # the first delta has arrived
     retry_seconds: tuple[float, ...] = ()  # times of the resubmissions to a worker
+    begin_seconds: float | None = None  # time at which the worker of the first delta began to compute the choice
+    first_delta_seconds: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -62,12 +64,26 @@ class Choice:
         return self.num_prompt_tokens + counted
 
     def add(self, delta: TokenDelta) -> None:
-        self.has_started = True
+        if not self.has_started:
+            self.has_started, self.first_delta_seconds = True, time.monotonic()
         self.token_ids.extend(delta.token_ids)
         # If the list is complete, another sample of the prompt has filled it.
         if delta.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt_tokens:
             self.prompt_logprobs.extend(delta.prompt_logprobs)
         self.finish = delta.finish
+
+    def over_all_attempts(self, finish: Finish) -> Finish:
+        """Return the end of a resubmitted choice with times over all attempts, since a worker knows its own only."""
+        arrival, begin, first = self.submit.arrival_seconds, self.begin_seconds, self.first_delta_seconds
+        if begin is None or first is None:
+            return finish
+        end = arrival + finish.queue_seconds + finish.prefill_seconds + finish.decode_seconds
+        return msgspec.structs.replace(
+            finish,
+            queue_seconds=begin - arrival,
+            prefill_seconds=first - begin,
+            decode_seconds=max(0.0, end - first),
+        )
 
     def retry(self) -> None:
         """Prepare `submit` for another submission to a worker, which continues after the tokens received so far."""

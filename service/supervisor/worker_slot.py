@@ -60,10 +60,15 @@ class WorkerSlot:
     def record_death(self) -> str | None:
         """Count the death of the worker, whose replacement can then begin. Return a message if it must not be replaced.
 
-        A worker is not replaced after six deaths within a minute, or if the checkpoint has changed.
+        A worker is not replaced after six deaths within a minute, or if the checkpoint has changed. A standby that died
+        together with the worker that it replaces counts as no further death.
         """
         dead, state, now = self.process, self.state, self._clock()
         assert dead is not None
+        if dead.ended_as_standby():
+            logger.warning("the standby worker died before it could replace %s; starting another worker", self.name)
+            dead.close()
+            return None
         cause = "was killed because it hung" if dead is self._hung else cause_of_death(dead.exitcode)
         if len(self._deaths) == self._deaths.maxlen and now - self._deaths[0] < 60.0:
             return f"{self.name} died {len(self._deaths) + 1} times within a minute ({cause}); giving up"

@@ -20,6 +20,7 @@ from service.config.flags import PREFIX
 from service.config.settings import ServeSettings
 from service.metrics.definitions import FAMILIES
 from service.metrics.definitions import PREFIX as METRIC_PREFIX
+from service.protocol.completions import CompletionRequest
 from service.supervisor.supervisor import API_CLOSE_SECONDS
 from tests.ops.deployment import ROOT, read_yaml
 from tests.ops.questions import rules, selections
@@ -287,3 +288,13 @@ def test_ray_serve_builds_the_application_with_settings_of_the_service() -> None
     assert {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")} <= set(
         ServeSettings.model_fields
     )
+
+
+def test_dynamos_engine_sends_flags_and_fields_of_the_service() -> None:
+    text = (ROOT / "deploy/dynamo/kvasir_engine.py").read_text()
+    flags = set(re.findall(r'"--([a-z-]+)"', text)) - {"pdeathsig"}
+    assert flags == {"checkpoint", "port", "kv-events-endpoint"}
+    assert {flag.replace("-", "_") for flag in flags} <= ServeSettings.model_fields.keys()
+    fields = {name for names in re.findall(r"^_[A-Z]+ = (\(.*\))$", text, re.M) for name in ast.literal_eval(names)}
+    assert len(fields) == 11
+    assert fields | {"prompt", "stream", "return_token_ids"} <= CompletionRequest.model_fields.keys()

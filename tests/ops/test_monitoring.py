@@ -148,6 +148,16 @@ def test_prometheus_reads_its_rules_where_they_are_mounted() -> None:
     assert len(RULE_FILES) == 2
 
 
+def test_prometheus_sends_alerts_to_the_alertmanager_of_compose() -> None:
+    (manager,) = PROMETHEUS["alerting"]["alertmanagers"]
+    ((target,),) = [config["targets"] for config in manager["static_configs"]]
+    host, port = target.split(":")
+    service = COMPOSE["services"][host]
+    assert service["ports"][0].endswith(f":{port}")
+    mounts = {mount["source"]: mount["target"] for mount in service["volumes"]}
+    assert f"--config.file={mounts['./deploy/alertmanager.yml']}" in service["command"]
+
+
 def test_rule_names_are_unique_and_follow_the_convention() -> None:
     recorded = [(rule["record"], str(rule.get("labels"))) for rule in rules() if "record" in rule]
     alerting = [rule["alert"] for rule in ALERTS]

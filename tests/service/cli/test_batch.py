@@ -329,6 +329,8 @@ def test_input_and_output_are_needed(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "--input is needed" in capsys.readouterr().err
     assert main(["batch", "a", str(tmp_path / "b"), "c"]) == 2
     assert "unrecognized arguments: c" in capsys.readouterr().err
+    assert main(["batch", "a", "/dev/full", "--url", "http://x"]) == 2
+    assert "/dev/full is not a regular file" in capsys.readouterr().err
     assert main(["batch", "a", str(tmp_path / "b"), "--url", "ftp://x"]) == 2
     assert main(["batch", "a", str(tmp_path / "b"), "--url", "http://x", "--checkpoint", "c"]) == 2
     assert "give either --url" in capsys.readouterr().err

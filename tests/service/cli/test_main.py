@@ -136,6 +136,13 @@ def test_tokenize_prints_tokens_or_ids(tiny_checkpoint: Path, capsys: pytest.Cap
     assert lines[-1].startswith(f"{len(ids)} tokens, 6 bytes")
 
 
+def test_tokenize_says_how_a_text_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenize", "hi"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("kvasir tokenize: hi: no such directory")
+    assert error.endswith("; give a text with --text\n")
+
+
 def test_tokenize_counts_the_begin_of_text_token_as_the_service_does(capsys: pytest.CaptureFixture[str]) -> None:
     """The begin-of-text token is included, except with --no-begin."""
     shipped = ["tokenize", "--checkpoint", str(SHIPPED), "--text", "The dog"]

@@ -186,6 +186,14 @@ def test_every_flag_sets_its_field() -> None:
         (("--checkpoint", "c", "--drain-seconds", "-1"), "--drain-seconds: must be greater than or equal to 0"),
         (("--checkpoint", "c", "--max-batched-tokens", "8"), "--max-batched-tokens 8 is under --max-num-running 64"),
         (("--checkpoint", "c", "--log-prompts"), "--log-prompts needs --log-format json"),
+        (
+            ("--checkpoint", "c", "--kv-events-replay-endpoint", "tcp://*:5558"),
+            "--kv-events-replay-endpoint needs --kv-events-endpoint",
+        ),
+        (
+            ("--checkpoint", "c", "--kv-events-endpoint", "tcp://*:99999"),
+            "--kv-events-endpoint: must be a ZeroMQ address such as tcp://*:5557, with a port from 1 to 65535",
+        ),
         (("--checkpoint", "c", "--otlp-endpoint", "localhost:4318"), "--otlp-endpoint: must be a URL such as http://"),
         (("--checkpoint", "c", "--otlp-endpoint", "http://user:key@a"), "set OTEL_EXPORTER_OTLP_HEADERS"),
     ],

@@ -60,6 +60,25 @@ def test_a_resubmission_differs_only_in_attempt_and_prior_tokens() -> None:
     assert desk.submits()[-1] == msgspec.structs.replace(first, attempt=1, prior_token_ids=(5,))
 
 
+def test_the_times_of_a_resubmitted_choice_are_those_of_all_attempts() -> None:
+    desk = Desk()
+    choice = make_choice("a")
+    choice.submit = msgspec.structs.replace(choice.submit, arrival_seconds=-1e6)
+    desk.submit(choice)
+    begin(desk, "a")
+    tell(desk, "a")
+    assert sent_after(desk, 1) == ["a"]
+    assert choice.begin_seconds is not None
+    assert choice.first_delta_seconds is not None
+    prefill_seconds = choice.first_delta_seconds - choice.begin_seconds
+    begin(desk, "a")
+    finish = make_finish(queue_seconds=1e9, prefill_seconds=2.0, decode_seconds=3.0)
+    desk.engine_client.receive([make_delta("a", index=1, ids=(2,), attempt=1, finish=finish)])
+    assert choice.finish is not None
+    assert (choice.finish.queue_seconds, choice.finish.prefill_seconds) == (choice.begin_seconds + 1e6, prefill_seconds)
+    assert choice.finish.decode_seconds == pytest.approx(1e9 + 5.0 - choice.first_delta_seconds - 1e6)
+
+
 def begin(desk: Desk, *uids: str) -> None:
     """Let the worker report that it has begun the last attempt of each uid."""
     attempts = {submit.uid: submit.attempt for submit in desk.submits()}

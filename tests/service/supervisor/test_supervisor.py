@@ -25,6 +25,7 @@ class FakeProcess:
         self.is_standby = is_standby
         self.imported, self.is_forking = True, False
         self.num_begun = 0
+        self.never_began = False
         self._ours, self._theirs = socketpair()
         self.sentinel = self._ours.fileno()
 
@@ -33,6 +34,9 @@ class FakeProcess:
 
     def has_imported(self) -> bool:
         return self.is_alive() and self.imported
+
+    def ended_as_standby(self) -> bool:
+        return self.never_began
 
     def wait_for_fork(self) -> None:
         self.imported = self.imported or self.is_forking
@@ -282,6 +286,17 @@ def test_dead_workers_are_replaced_and_counted(bench: Bench) -> None:
     assert bench.kinds == ["worker", "worker"]
     assert bench.state.epoch.value == 2
     assert (bench.state.num_killed.value, bench.state.num_exited.value) == (1, 1)
+
+
+def test_a_standby_that_dies_with_the_worker_counts_as_no_restart(bench: Bench) -> None:
+    bench.can_fork = False
+    bench.check()
+    bench.started[0].never_began = True
+    bench.die()
+    bench.die()
+    assert bench.worker is bench.started[-1]
+    assert bench.kinds == ["standby", "worker"]
+    assert (bench.state.epoch.value, bench.state.num_killed.value) == (1, 1)
 
 
 def test_sixth_worker_death_within_a_minute_ends_the_service(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:

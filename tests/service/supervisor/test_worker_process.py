@@ -134,6 +134,21 @@ def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> N
     worker.close()
 
 
+def test_standby_that_was_killed_with_its_worker_has_ended_as_a_standby() -> None:
+    """It does not read its order any more. A worker that is killed while it imports was no standby."""
+    standby = WorkerProcess.start()
+    wait_until(standby.has_imported)
+    os.kill(standby.pid, signal.SIGSTOP)
+    worker = WorkerProcess.start()
+    for process in (standby, worker):
+        process.begin(b"never read", [], has_standby=False)
+        os.kill(process.pid, signal.SIGKILL)
+        wait_until(lambda: process.exitcode is not None)  # noqa: B023 - the loop's process
+    assert (standby.ended_as_standby(), worker.ended_as_standby()) == (True, False)
+    for process in (standby, worker):
+        process.close()
+
+
 def test_closed_worker_ends(tmp_path: Path) -> None:
     worker = WorkerProcess.start()
     process = psutil.Process(worker.pid)
