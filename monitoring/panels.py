@@ -18,10 +18,11 @@ _QUANTILES: Final = (("P99", 0.99), ("P95", 0.95), ("P90", 0.9), ("P50", 0.5))
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """PromQL expression of a panel, and the legend of the lines that it draws."""
+    """PromQL expression of a panel, the legend of the lines that it draws, and if it also draws exemplars."""
 
     expr: str
     legend: str
+    has_exemplars: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Panel:
         unit: Grafana's name of a unit.
         kind: Grafana's name of a panel type.
         thresholds: colours from a value on, in addition to green below the first.
+        colors: colour of each line, row or text with this legend, instead of Grafana's.
         max: end of the axis; None: Grafana chooses.
         none: text of a panel without data.
     """
@@ -44,6 +46,7 @@ class Panel:
     width: int = 12
     height: int = 8
     thresholds: tuple[tuple[float, str], ...] = ()
+    colors: tuple[tuple[str, str], ...] = ()
     max: float | None = None
     decimals: int | None = None
     none: str = "none"
@@ -60,6 +63,15 @@ class Row:
 _FULL: Final = ((0.8, "yellow"), (0.95, "red"))  # thresholds of a resource
 _ON_TIME: Final = ((0.0, "red"), (0.95, "green"))  # thresholds of an objective
 _ANY: Final = ((1.0, "red"),)  # threshold of a count that should be 0
+_ALWAYS_RED: Final = ((0.0, "red"),)
+_INFO: Final = ((0.0, "text"),)  # neither good nor bad
+_STATES: Final = (
+    ("ready", "green"),
+    ("starting", "blue"),
+    ("restarting", "yellow"),
+    ("draining", "purple"),
+    ("stalled", "red"),
+)
 
 
 def _select(metric: str, **labels: str) -> str:
@@ -98,7 +110,7 @@ def _distribution(
     title: str, description: str, histogram: str, *, objective: float | None = None, width: int = 12
 ) -> Panel:
     """Return a panel with the quantiles and the mean of a histogram over time, and a line at the objective."""
-    queries = [Query(_quantile(histogram, quantile), name) for name, quantile in _QUANTILES]
+    queries = [Query(_quantile(histogram, quantile), name, name == "P99") for name, quantile in _QUANTILES]
     thresholds = () if objective is None else ((objective, "red"),)
     return Panel(
         title, description, "s", (*queries, Query(_mean(histogram), "Mean")), thresholds=thresholds, width=width
@@ -128,6 +140,7 @@ _OVERVIEW: Final = Row(
             kind="stat",
             width=4,
             height=4,
+            colors=_STATES,
             none="no scrape",
         ),
         _number(
@@ -195,9 +208,17 @@ _OVERVIEW: Final = Row(
             "Completion tokens per second.",
             _TOKENS_A_SECOND,
             _rate("llm_generation_tokens_total"),
+            thresholds=_INFO,
             height=6,
         ),
-        _number("Waiting", "Choices in the queue.", _CHOICES, _sum(_select("llm_num_requests_waiting")), height=6),
+        _number(
+            "Waiting",
+            "Choices in the queue.",
+            _CHOICES,
+            _sum(_select("llm_num_requests_waiting")),
+            thresholds=_INFO,
+            height=6,
+        ),
         Panel(
             "Alerts that fire",
             "Alerts of monitoring/rules/alerts.yml that fire. docs/operations.md has a section for each.",
@@ -206,6 +227,7 @@ _OVERVIEW: Final = Row(
             kind="state-timeline",
             width=8,
             height=6,
+            thresholds=_ALWAYS_RED,
         ),
     ),
 )
@@ -383,6 +405,7 @@ _CACHE: Final = Row(
                 ),
             ),
             kind="stat",
+            thresholds=_INFO,
         ),
     ),
 )
@@ -444,6 +467,7 @@ _ERRORS: Final = Row(
             "none",
             (Query(f"max by (state) ({_select('llm_engine_state')}) == 1", "{{state}}"),),
             kind="state-timeline",
+            colors=_STATES,
         ),
         Panel(
             "Worker deaths in the last hour",
@@ -497,6 +521,7 @@ _RESOURCES: Final = Row(
             "s",
             (Query(f"max({_select('llm_startup_seconds')})", "Start"),),
             kind="stat",
+            thresholds=_INFO,
             height=4,
         ),
         Panel(
@@ -505,6 +530,7 @@ _RESOURCES: Final = Row(
             "none",
             (Query(_select("llm_build_info"), "kvasir {{version}}, torch {{torch}}, litserve {{litserve}}"),),
             kind="stat",
+            thresholds=_INFO,
             height=4,
         ),
     ),
@@ -528,6 +554,7 @@ FLEET_ROWS: Final = (
                 (Query(f"{_sum(_select('llm_engine_state'), 'state')} > 0", "{{state}}"),),
                 decimals=0,
                 width=8,
+                colors=_STATES,
             ),
             Panel(
                 "Replicas that are not ready",
@@ -541,6 +568,7 @@ FLEET_ROWS: Final = (
                 ),
                 kind="state-timeline",
                 width=8,
+                thresholds=_ALWAYS_RED,
             ),
             Panel(
                 "Alerts that fire",
@@ -554,6 +582,7 @@ FLEET_ROWS: Final = (
                 ),
                 kind="state-timeline",
                 width=8,
+                thresholds=_ALWAYS_RED,
             ),
             Panel(
                 "Completion tokens per second",
