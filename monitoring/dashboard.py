@@ -42,7 +42,7 @@ _LOOKS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
         {"showValue": "never", "mergeValues": True, "legend": {"showLegend": False}},
     ),
     "stat": ({"mappings": []}, {**_REDUCE, "colorMode": "value", "graphMode": "none"}),
-    "bargauge": ({"min": 0}, {**_REDUCE, "orientation": "horizontal", "displayMode": "lcd"}),
+    "bargauge": ({"min": 0}, {**_REDUCE, "orientation": "horizontal", "displayMode": "basic"}),
 }  # fmt: skip
 # A stat panel of an info series shows the labels, because the value is always 1.
 _INFO_OPTIONS: Final = {"textMode": "name"}
@@ -128,7 +128,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
                 for name, color in panel.colors
             ],
         },
-        "options": options | (_INFO_OPTIONS if is_info else {}) | _axis(panel),
+        "options": options | (_INFO_OPTIONS if is_info else {}) | _axis(panel) | _legend(panel),
         "targets": [
             {
                 "refId": chr(ord("A") + index),
@@ -164,6 +164,12 @@ def _field(panel: Panel) -> dict[str, Any]:
             del custom["axisSoftMax"]
         field["custom"] = custom
     return field
+
+
+def _legend(panel: Panel) -> dict[str, Any]:
+    """Return a legend beside the plot if it has many rows: below it, Grafana would show the first two."""
+    has_many = len(panel.queries) > 2 or any("{{" in query.legend for query in panel.queries)
+    return {"legend": _LEGEND | {"placement": "right"}} if panel.kind == "timeseries" and has_many else {}
 
 
 def _color(name: str) -> dict[str, str]:

@@ -162,12 +162,11 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
         limit = f"The server completes at most {requests} requests/s with {tokens} tokens/s."
         lines = [f"{limit} The limiting factor is {cause}."]
     for level in [level for level in sweep["levels"] if level["state"] == State.OVERLOADED][:1]:
-        waits = level["server_ms"].get("queue")
-        lost = f"{level['shed'] / max(1, level['num_prompts']):.0%} of the requests are rejected"
-        lines.append(
-            f"At {number(level['rate'])} requests/s the server is overloaded: {lost}"
-            + (f", the others wait {number(waits)} ms in the queue on average." if waits is not None else ".")
-        )
+        signs = [f"{level['shed'] / level['num_prompts']:.0%} of the requests are rejected"] if level["shed"] else []
+        if (waits := level["server_ms"].get("queue")) is not None:
+            signs.append(f"requests wait {number(waits)} ms in the queue on average")
+        why = ", ".join(signs) or "more and more requests are in flight"
+        lines.append(f"At {number(level['rate'])} requests/s the server is overloaded: {why}.")
     if stable["highest"] is None:
         lines.append(f"No rate was stable, not even {number(stable['lowest_above'])} requests/s.")
     else:

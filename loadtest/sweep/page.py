@@ -42,7 +42,7 @@ def draw(name: str, sweep: Mapping[str, Any], fill: Callable[[Axes], None]) -> s
         axes = figure.subplots()
         fill(axes)
         axes.set_xscale("log")
-        _label_ticks(axes.xaxis)
+        _label_ticks(axes.xaxis, (1, 2, 3, 5, 7))
         _mark_limits(axes, sweep)
         axes.set_title(name, loc="left", weight="bold")
         axes.set_xlabel("requests/s sent")
@@ -56,9 +56,9 @@ def draw(name: str, sweep: Mapping[str, Any], fill: Callable[[Axes], None]) -> s
     )
 
 
-def _label_ticks(axis: Axis) -> None:
-    """Label the ticks 1, 2 and 5 of each decade of a logarithmic axis."""
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+def _label_ticks(axis: Axis, digits: Sequence[int]) -> None:
+    """Label the ticks of a logarithmic axis that begin with one of the digits."""
+    axis.set_major_locator(LogLocator(subs=digits))
     axis.set_major_formatter("{x:,g}")
     axis.set_minor_locator(NullLocator())
 
@@ -92,15 +92,16 @@ def plots(sweep: Mapping[str, Any]) -> list[str]:
             _line(axes, sweep["levels"], key, color, label)
         if sweep["capacity"] is not None:
             served = sweep["capacity"]["requests_per_second"]
-            axes.axhspan(served["low"], served["high"], color=_COLORS[3], alpha=0.35, linewidth=1, label="capacity")
-            axes.set_ylim(0, 1.25 * served["mean"])
+            axes.axhspan(served["low"], served["high"], color=_INK, alpha=0.12, linewidth=1, label="capacity")
+            most = max(level["request_throughput"] for level in sweep["levels"])
+            axes.set_ylim(0, 1.2 * max(served["mean"], most))
 
     def latency(metric: str) -> Callable[[Axes], None]:
         def fill(axes: Axes) -> None:
             for color, percentile in zip(_COLORS, PERCENTILES, strict=True):
                 _line(axes, sweep["levels"], f"p{percentile:g}_{metric}_ms", color, f"p{percentile:g}")
             axes.set_yscale("log")
-            _label_ticks(axes.yaxis)
+            _label_ticks(axes.yaxis, (1, 2, 5))
 
         return fill
 
@@ -135,7 +136,7 @@ def _line(axes: Axes, levels: Sequence[Mapping[str, Any]], key: str, color: str,
             axes.plot(*zip(*chosen, strict=True), "o", color=color, markerfacecolor=face, markersize=5)
 
 
-_RATE = {"requests/s sent": "rate"}
+_RATE = {"requests/s": "rate"}
 _THROUGHPUT = _RATE | {
     "state": "state",
     "ok/s": "request_throughput",
@@ -144,10 +145,10 @@ _THROUGHPUT = _RATE | {
     "requests": "num_prompts",
     "failed": "failed",
     "429": "shed",
-    "warm-up, s": "warm_up_seconds",
-    "client CPU, cores": "client_cpu_share",
+    "warm-up s": "warm_up_seconds",
+    "client CPU": "client_cpu_share",
 }
-_PHASES = {f"{phase}, ms": phase for phase in PHASES}
+_PHASES = {f"{phase} ms": phase for phase in PHASES}
 _LATENCIES = _RATE | {
     f"{name} p{each:g}": f"p{each:g}_{metric}_ms" for metric, name in METRICS.items() for each in PERCENTILES
 }
@@ -160,11 +161,10 @@ def level_table(sweep: Mapping[str, Any], caption: str, columns: Mapping[str, st
         cells, figures = [], dict.fromkeys(PHASES) | level | level["server_ms"]
         for value, key in ((figures[key], key) for key in columns.values()):
             low, high = level["intervals"].get(key, (None, math.inf))
-            interval = "" if math.isinf(high) else f"<small>{number(low)}–{number(high)}</small>"
-            text = value if isinstance(value, str) else number(value)
-            cells.append(
-                f'<td data-value="{escape(str(-1 if value is None else value))}">{escape(text)}{interval}</td>'
-            )
+            interval = "" if math.isinf(high) else f"<small>{number(max(0.0, low))}–{number(high)}</small>"
+            text = f"{value:.0%}" if key == "client_cpu_share" else _text(value)
+            order = -1 if value is None else value
+            cells.append(f'<td data-value="{escape(str(order))}">{escape(text)}{interval}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
     head = "".join(f"<th>{escape(each)}</th>" for each in columns)
     return (
@@ -173,17 +173,32 @@ def level_table(sweep: Mapping[str, Any], caption: str, columns: Mapping[str, st
     )
 
 
+_FACTS = {
+    "server": "url",
+    "model": "model_id",
+    "command": "command",
+    "settings": "settings",
+    "workload": "workload",
+    "objectives": "slo",
+    "latency of a request alone, s": "alone_seconds",
+    "duration of the sweep, s": "took_seconds",
+    "date": "date",
+    "commit": "commit",
+    "client's machine": "machine",
+    "client's versions": "versions",
+    "cores busy with other work": "other_work_cores",
+}
+
+
 def _facts(sweep: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return settings, workload, objectives and provenance of a sweep, as pairs of name and text."""
-    parts = ("url", "model_id", "command", "settings", "workload", "slo", "alone_seconds", "took_seconds", "date",
-             "commit", "machine", "versions", "other_work_cores")  # fmt: skip
-    facts = []
-    for name in parts:
-        value = sweep.get(name)
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {each}" for key, each in value.items() if each is not None)
-        facts.append((name.replace("_", " "), str(value)))
-    return facts
+    return [(name, _text(sweep[key])) for name, key in _FACTS.items() if key in sweep]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {each}" for key, each in value.items() if each is not None)
+    return number(value) if value is None or isinstance(value, float | int) else str(value)
 
 
 def html_page(sweep: Mapping[str, Any]) -> str:
