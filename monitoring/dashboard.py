@@ -39,13 +39,13 @@ _LOOKS: Final[dict[str, tuple[dict[str, Any], dict[str, Any]]]] = {
     ),
     "state-timeline": (
         {"custom": {"fillOpacity": 70, "lineWidth": 0}, "mappings": []},
-        {"showValue": "never", "mergeValues": True, "legend": {"displayMode": "list", "placement": "bottom"}},
+        {"showValue": "never", "mergeValues": True, "legend": {"showLegend": False}},
     ),
     "stat": ({"mappings": []}, {**_REDUCE, "colorMode": "value", "graphMode": "none"}),
-    "bargauge": ({"min": 0}, {**_REDUCE, "orientation": "horizontal", "displayMode": "lcd"}),
+    "bargauge": ({"min": 0}, {**_REDUCE, "orientation": "horizontal", "displayMode": "basic"}),
 }  # fmt: skip
 # A stat panel of an info series shows the labels, because the value is always 1.
-_INFO_OPTIONS: Final = {"textMode": "name", "colorMode": "none"}
+_INFO_OPTIONS: Final = {"textMode": "name"}
 _VARIABLES: Final = (
     {"name": "DS_PROMETHEUS", "label": "Data source", "type": "datasource", "query": "prometheus"},
     {
@@ -121,8 +121,14 @@ def _panel(panel: Panel) -> dict[str, Any]:
         "title": panel.title,
         "description": panel.description,
         "datasource": _DATASOURCE,
-        "fieldConfig": {"defaults": defaults | _field(panel), "overrides": []},
-        "options": options | (_INFO_OPTIONS if is_info else {}) | _axis(panel),
+        "fieldConfig": {
+            "defaults": defaults | _field(panel),
+            "overrides": [
+                {"matcher": {"id": "byName", "options": name}, "properties": [{"id": "color", "value": _color(color)}]}
+                for name, color in panel.colors
+            ],
+        },
+        "options": options | (_INFO_OPTIONS if is_info else {}) | _axis(panel) | _legend(panel),
         "targets": [
             {
                 "refId": chr(ord("A") + index),
@@ -132,6 +138,7 @@ def _panel(panel: Panel) -> dict[str, Any]:
                 "range": not is_instant,
                 "instant": is_instant,
                 **({"format": "heatmap"} if panel.kind == "heatmap" else {}),
+                **({"exemplar": True} if query.has_exemplars else {}),
             }
             for index, query in enumerate(panel.queries)
         ],
@@ -157,6 +164,16 @@ def _field(panel: Panel) -> dict[str, Any]:
             del custom["axisSoftMax"]
         field["custom"] = custom
     return field
+
+
+def _legend(panel: Panel) -> dict[str, Any]:
+    """Return a legend beside the plot if it has many rows: below it, Grafana would show the first two."""
+    has_many = len(panel.queries) > 2 or any("{{" in query.legend for query in panel.queries)
+    return {"legend": _LEGEND | {"placement": "right"}} if panel.kind == "timeseries" and has_many else {}
+
+
+def _color(name: str) -> dict[str, str]:
+    return {"mode": "fixed", "fixedColor": name}
 
 
 def _axis(panel: Panel) -> dict[str, Any]:

@@ -8,20 +8,22 @@ from dataclasses import dataclass
 from typing import Final
 
 # Units that Grafana lacks, in its form for custom units.
-_TOKENS: Final = "suffix: tokens"
-_TOKENS_A_SECOND: Final = "suffix: tokens/s"
-_CHOICES: Final = "suffix: choices"
-_CHOICES_A_SECOND: Final = "suffix: choices/s"
+_TOKENS: Final = "suffix:tokens"
+_TOKENS_A_SECOND: Final = "suffix:tokens/s"
+_CHOICES: Final = "suffix:choices"
+_CHOICES_A_SECOND: Final = "suffix:choices/s"
 
 _QUANTILES: Final = (("P99", 0.99), ("P95", 0.95), ("P90", 0.9), ("P50", 0.5))
+_QUANTILE_COLORS: Final = (("P99", "red"), ("P95", "orange"), ("P90", "yellow"), ("P50", "green"), ("Mean", "blue"))
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """PromQL expression of a panel, and the legend of the lines that it draws."""
+    """PromQL expression of a panel, the legend of the lines that it draws, and if it also draws exemplars."""
 
     expr: str
     legend: str
+    has_exemplars: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Panel:
         unit: Grafana's name of a unit.
         kind: Grafana's name of a panel type.
         thresholds: colours from a value on, in addition to green below the first.
+        colors: colour of each line, row or text with this legend, instead of Grafana's.
         max: end of the axis; None: Grafana chooses.
         none: text of a panel without data.
     """
@@ -44,6 +47,7 @@ class Panel:
     width: int = 12
     height: int = 8
     thresholds: tuple[tuple[float, str], ...] = ()
+    colors: tuple[tuple[str, str], ...] = ()
     max: float | None = None
     decimals: int | None = None
     none: str = "none"
@@ -60,6 +64,15 @@ class Row:
 _FULL: Final = ((0.8, "yellow"), (0.95, "red"))  # thresholds of a resource
 _ON_TIME: Final = ((0.0, "red"), (0.95, "green"))  # thresholds of an objective
 _ANY: Final = ((1.0, "red"),)  # threshold of a count that should be 0
+_ALWAYS_RED: Final = ((0.0, "red"),)
+_INFO: Final = ((0.0, "text"),)  # neither good nor bad
+_STATES: Final = (
+    ("ready", "green"),
+    ("starting", "blue"),
+    ("restarting", "yellow"),
+    ("draining", "purple"),
+    ("stalled", "red"),
+)
 
 
 def _select(metric: str, **labels: str) -> str:
@@ -98,11 +111,10 @@ def _distribution(
     title: str, description: str, histogram: str, *, objective: float | None = None, width: int = 12
 ) -> Panel:
     """Return a panel with the quantiles and the mean of a histogram over time, and a line at the objective."""
-    queries = [Query(_quantile(histogram, quantile), name) for name, quantile in _QUANTILES]
+    queries = [Query(_quantile(histogram, quantile), name, name == "P99") for name, quantile in _QUANTILES]
     thresholds = () if objective is None else ((objective, "red"),)
-    return Panel(
-        title, description, "s", (*queries, Query(_mean(histogram), "Mean")), thresholds=thresholds, width=width
-    )
+    queries.append(Query(_mean(histogram), "Mean"))
+    return Panel(title, description, "s", tuple(queries), thresholds=thresholds, width=width, colors=_QUANTILE_COLORS)
 
 
 def _heatmap(title: str, description: str, histogram: str, unit: str) -> Panel:
@@ -128,10 +140,11 @@ _OVERVIEW: Final = Row(
             kind="stat",
             width=4,
             height=4,
+            colors=_STATES,
             none="no scrape",
         ),
         _number(
-            "First tokens on time, 5 min",
+            "First tokens on time",
             "Completions of the last 5 minutes whose first token came within 0.5 s. Good: 95 % and more.",
             "percentunit",
             _on_time("ttft", "5m"),
@@ -139,7 +152,7 @@ _OVERVIEW: Final = Row(
             none="no requests",
         ),
         _number(
-            "Tokens on time, 5 min",
+            "Tokens on time",
             "Completions of the last 5 minutes with at most 50 ms per token after the first. Good: 95 % and more.",
             "percentunit",
             _on_time("tpot", "5m"),
@@ -147,7 +160,7 @@ _OVERVIEW: Final = Row(
             none="no requests",
         ),
         _number(
-            "Requests that fail, 5 min",
+            "Requests that fail",
             "Share of the requests of the last 5 minutes that got a 5xx, or were rejected with a 429 or 503.",
             "percentunit",
             f"{_sum(_select('model:llm_request_errors:ratio5m'))} + "
@@ -177,10 +190,10 @@ _OVERVIEW: Final = Row(
             "A queue grows only when one of them is full.",
             "percentunit",
             (
-                Query(_rate("llm_engine_busy_seconds_total", window="1m"), "Engine busy"),
+                Query(_rate("llm_engine_busy_seconds_total", window="1m"), "Engine"),
                 Query(
                     f"{_sum(_select('llm_num_requests_running'))} / {_sum(_select('llm_max_num_requests_running'))}",
-                    "Running choices",
+                    "Running",
                 ),
                 Query(f"max({_select('llm_kv_cache_usage_perc')})", "KV-cache"),
             ),
@@ -195,9 +208,17 @@ _OVERVIEW: Final = Row(
             "Completion tokens per second.",
             _TOKENS_A_SECOND,
             _rate("llm_generation_tokens_total"),
+            thresholds=_INFO,
             height=6,
         ),
-        _number("Waiting", "Choices in the queue.", _CHOICES, _sum(_select("llm_num_requests_waiting")), height=6),
+        _number(
+            "Waiting",
+            "Choices in the queue.",
+            _CHOICES,
+            _sum(_select("llm_num_requests_waiting")),
+            thresholds=_INFO,
+            height=6,
+        ),
         Panel(
             "Alerts that fire",
             "Alerts of monitoring/rules/alerts.yml that fire. docs/operations.md has a section for each.",
@@ -206,6 +227,7 @@ _OVERVIEW: Final = Row(
             kind="state-timeline",
             width=8,
             height=6,
+            thresholds=_ALWAYS_RED,
         ),
     ),
 )
@@ -247,11 +269,11 @@ _LATENCY: Final = Row(
         ),
         Panel(
             "Objectives met",
-            "Share of completions that met each objective: first token, time per output token, and both.",
+            "Share of completions with a first token within 0.5 s, at most 50 ms per further token, and both.",
             "percentunit",
             (
-                Query(_on_time("ttft"), "First token within 0.5 s"),
-                Query(_on_time("tpot"), "50 ms per token"),
+                Query(_on_time("ttft"), "First token"),
+                Query(_on_time("tpot"), "Each token"),
                 Query(_on_time("all"), "Both"),
             ),
             thresholds=_ON_TIME,
@@ -282,6 +304,13 @@ _THROUGHPUT: Final = Row(
             "Choices that ended: stop (end of text or stop sequence), length (max_tokens), abort (client left), error.",
             _CHOICES_A_SECOND,
             (Query(_rate("llm_request_success_total", "finished_reason"), "{{finished_reason}}"),),
+            colors=(
+                ("stop", "green"),
+                ("length", "blue"),
+                ("abort", "yellow"),
+                ("error", "red"),
+                ("refused", "orange"),
+            ),
         ),
         Panel(
             "Goodput",
@@ -315,7 +344,7 @@ _QUEUE: Final = Row(
             _CHOICES,
             (
                 Query(_sum(_select("llm_num_requests_running")), "Running"),
-                Query(_sum(_select("llm_max_num_requests_running")), "Limit of running"),
+                Query(_sum(_select("llm_max_num_requests_running")), "Limit"),
                 Query(_sum(_select("llm_num_requests_waiting")), "Waiting"),
             ),
         ),
@@ -383,6 +412,7 @@ _CACHE: Final = Row(
                 ),
             ),
             kind="stat",
+            thresholds=_INFO,
         ),
     ),
 )
@@ -409,7 +439,7 @@ _ENGINE: Final = Row(
         Panel(
             "Steps per second",
             "Engine steps per second.",
-            "suffix: steps/s",
+            "suffix:steps/s",
             (Query(_rate("llm_iteration_duration_seconds_count"), "Steps"),),
         ),
         Panel(
@@ -434,9 +464,9 @@ _ERRORS: Final = Row(
     (
         Panel(
             "Failed requests per second",
-            "Requests that ended with an error response, by HTTP status and error type.",
+            "Requests that ended with an error response, by HTTP status.",
             "reqps",
-            (Query(f"{_rate('llm_request_failures_total', 'status, error_type')} > 0", "{{status}} {{error_type}}"),),
+            (Query(f"{_rate('llm_request_failures_total', 'status')} > 0", "{{status}}"),),
         ),
         Panel(
             "State over time",
@@ -444,13 +474,14 @@ _ERRORS: Final = Row(
             "none",
             (Query(f"max by (state) ({_select('llm_engine_state')}) == 1", "{{state}}"),),
             kind="state-timeline",
+            colors=_STATES,
         ),
         Panel(
             "Worker deaths in the last hour",
             "Workers that died and were replaced, by reason, and what became of their unfinished requests.",
             "short",
             (
-                Query(_increase("llm_worker_restarts_total", "reason", "1h"), "Workers replaced: {{reason}}"),
+                Query(_increase("llm_worker_restarts_total", "reason", "1h"), "Workers: {{reason}}"),
                 Query(_increase("llm_requests_replayed_total", "outcome", "1h"), "Requests: {{outcome}}"),
             ),
             decimals=0,
@@ -488,8 +519,9 @@ _RESOURCES: Final = Row(
         Panel(
             "CPU of each process",
             "Cores in use: 1 is one core.",
-            "suffix: cores",
+            "suffix:cores",
             (Query(_rate("llm_process_cpu_seconds_total", "process"), "{{process}}"),),
+            decimals=2,
         ),
         Panel(
             "Duration of the last start",
@@ -497,6 +529,7 @@ _RESOURCES: Final = Row(
             "s",
             (Query(f"max({_select('llm_startup_seconds')})", "Start"),),
             kind="stat",
+            thresholds=_INFO,
             height=4,
         ),
         Panel(
@@ -505,6 +538,7 @@ _RESOURCES: Final = Row(
             "none",
             (Query(_select("llm_build_info"), "kvasir {{version}}, torch {{torch}}, litserve {{litserve}}"),),
             kind="stat",
+            thresholds=_INFO,
             height=4,
         ),
     ),
@@ -528,6 +562,7 @@ FLEET_ROWS: Final = (
                 (Query(f"{_sum(_select('llm_engine_state'), 'state')} > 0", "{{state}}"),),
                 decimals=0,
                 width=8,
+                colors=_STATES,
             ),
             Panel(
                 "Replicas that are not ready",
@@ -541,6 +576,7 @@ FLEET_ROWS: Final = (
                 ),
                 kind="state-timeline",
                 width=8,
+                thresholds=_ALWAYS_RED,
             ),
             Panel(
                 "Alerts that fire",
@@ -554,6 +590,7 @@ FLEET_ROWS: Final = (
                 ),
                 kind="state-timeline",
                 width=8,
+                thresholds=_ALWAYS_RED,
             ),
             Panel(
                 "Completion tokens per second",

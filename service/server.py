@@ -53,12 +53,11 @@ def build_server(
     trim_heap()  # frees 63 MB, which the API process would inherit: parsed JSON of a tokenizer of 152,000 tokens
     for warning in (*keys.warnings, *served.warnings()):
         logger.warning("%s", warning)
-    observers, tracer = make_observers(settings, served)
     lifecycle, num_workers = Lifecycle(main_pid=os.getpid()), settings.devices
+    metrics = Metrics(served.model_name, num_workers)
+    observers, tracer = make_observers(settings, served, metrics)
     workers = [EngineWorker(Channel(), WorkerState(), index) for index in range(num_workers)]
-    frontend = Frontend(
-        settings, served=served, workers=workers, lifecycle=lifecycle, metrics=Metrics(served.model_name, num_workers)
-    )
+    frontend = Frontend(settings, served=served, workers=workers, lifecycle=lifecycle, metrics=metrics)
     api = ApiServer(
         settings, frontend=frontend, workers=workers, keys=keys, lifecycle=lifecycle, observers=observers, tracer=tracer
     )
@@ -92,7 +91,9 @@ def _slot(order: WorkerOrder, worker: EngineWorker) -> WorkerSlot:
     )
 
 
-def make_observers(settings: ServeSettings, served: ServedModel) -> "tuple[list[Observe], RequestTracer | None]":
+def make_observers(
+    settings: ServeSettings, served: ServedModel, metrics: Metrics
+) -> "tuple[list[Observe], RequestTracer | None]":
     """Return the functions to call with the record of each request at its end, and the tracer of requests.
 
     The list is empty without JSON logs and tracing. The tracer is None without --otlp-endpoint.
@@ -101,20 +102,21 @@ def make_observers(settings: ServeSettings, served: ServedModel) -> "tuple[list[
         logger.warning(
             "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
         )
-    tracer = None if settings.otlp_endpoint is None else load_tracer(settings.otlp_endpoint, served.model_name)
+    endpoint = settings.otlp_endpoint
+    tracer = None if endpoint is None else load_tracer(endpoint, served.model_name, metrics)
     observers: list[Observe] = [] if tracer is None else [tracer.record]
     if settings.log_format == "json":
         observers.append(RequestLog(served.model_name, served.tokenizer.decode if settings.log_prompts else None).write)
     return observers, tracer
 
 
-def load_tracer(endpoint: str, model_name: str) -> "RequestTracer":
+def load_tracer(endpoint: str, model_name: str, metrics: Metrics) -> "RequestTracer":
     """Import OpenTelemetry, an optional dependency, and return a tracer that is not started yet.
 
     Raises SettingsError if OpenTelemetry is not installed.
     """
     try:
-        return pkgutil.resolve_name("service.telemetry.traces:RequestTracer")(endpoint, model_name)  # type: ignore[no-any-return]
+        return pkgutil.resolve_name("service.telemetry.traces:RequestTracer")(endpoint, model_name, metrics)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"--otlp-endpoint needs {error.name}, which is not installed; run pip install 'kvasir[traces]', "

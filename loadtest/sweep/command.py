@@ -222,6 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name a command: sweep, compare")
     if arguments.command == "compare":
         return run_compare(arguments)
+    arguments.given.remove("sweep")  # part of the parser's prog
     code = run_benchmark(sweeping, arguments, lambda: sweep(arguments), prints_json=False)
     if code != 2 and arguments.out is not None and arguments.out.is_file():
         print(*write_report(arguments.out), sep="\n")

@@ -13,7 +13,7 @@ from loadtest.measurement.benchmark_program import QUIET_CORES
 from loadtest.measurement.figures import Column, table
 from loadtest.sweep.level import Level, State
 from loadtest.sweep.search import at_capacity, brackets, capacity, estimate, settled
-from loadtest.sweep.server_side import bottleneck
+from loadtest.sweep.server_side import limiting_factor
 
 PERCENTILES = (50, 90, 99, 99.9)
 METRICS = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
@@ -145,32 +145,45 @@ def sweep_table(sweep: Mapping[str, Any]) -> str:
 
 
 def findings(sweep: Mapping[str, Any]) -> list[str]:
-    """Return what a sweep found, a sentence each."""
-    stable, within, knee = sweep["stable_rate"], sweep["slo_rate"], sweep["knee_rate"]
-    lines = ["Capacity: unknown, because no rate overloaded the server."]
-    if (served := sweep["capacity"]) is not None:
-        requests, tokens = (_interval(served[name]) for name in ("requests_per_second", "tokens_per_second"))
-        lines = [f"Capacity: {requests} requests/s, {tokens} tokens/s, served while overloaded."]
-    stable_levels = [level for level in sweep["levels"] if level["rate"] == stable["highest"]]
-    overloaded = [level for level in sweep["levels"] if level["state"] == State.OVERLOADED][:1]
-    for level in stable_levels + overloaded:
-        if (sentence := bottleneck(level)) is not None:
-            lines.append(f"At {number(level['rate'])} requests/s ({level['state']}), {sentence}.")
+    """Return what a sweep found, a sentence or two each; the first names the limiting factor."""
     if not sweep["levels"]:
         return ["No rate was measured."]
+    stable, within = sweep["stable_rate"], sweep["slo_rate"]
+    by_rate = {level["rate"]: level for level in sweep["levels"]}
+    lines = ["The limit is unknown, because no rate overloaded the server."]
+    if (served := sweep["capacity"]) is not None:
+        requests, tokens = (_interval(served[name]) for name in ("requests_per_second", "tokens_per_second"))
+        steady = by_rate[min(by_rate) if stable["highest"] is None else stable["highest"]]
+        cause = "unknown, because the server's /metrics does not say where a request's time goes"
+        if steady["client_cpu_share"] > BUSY_SHARE:
+            cause = "perhaps the load test itself, because its client was busy"
+        elif (factor := limiting_factor(steady)) is not None:
+            cause = f"{factor} at {number(steady['rate'])} requests/s"
+        limit = f"The server completes at most {requests} requests/s with {tokens} tokens/s."
+        lines = [f"{limit} The limiting factor is {cause}."]
+    for level in [level for level in sweep["levels"] if level["state"] == State.OVERLOADED][:1]:
+        signs = [f"{level['shed'] / level['num_prompts']:.0%} of the requests are rejected"] if level["shed"] else []
+        if (waits := level["server_ms"].get("queue")) is not None:
+            signs.append(f"requests wait {number(waits)} ms in the queue on average")
+        why = ", ".join(signs) or "more and more requests are in flight"
+        lines.append(f"At {number(level['rate'])} requests/s the server is overloaded: {why}.")
     if stable["highest"] is None:
         lines.append(f"No rate was stable, not even {number(stable['lowest_above'])} requests/s.")
     else:
         above = "" if stable["lowest_above"] is None else f"; {number(stable['lowest_above'])} was not"
         lines.append(f"Highest stable rate: {number(stable['highest'])} requests/s{above}.")
-        lines.append(f"Knee: {number(knee)} requests/s, with the best ratio of throughput to E2E latency.")
+        lines.append(
+            f"Knee: {number(sweep['knee_rate'])} requests/s, with the best ratio of throughput to E2E latency."
+        )
     limits = [name for name, value in sweep["slo"].items() if value is not None and name != "max_failed_share"]
+    missed = by_rate.get(within["lowest_above"], {}).get("slo_breaches")
+    why = f"; {number(within['lowest_above'])} misses {', '.join(missed)}" if missed else ""
     if not limits:
         lines.append("Objectives: none given, so goodput counts all ok requests; see --slo-ttft-p95-ms.")
     elif within["highest"] is None:
-        lines.append("No measured rate met the objectives.")
+        lines.append(f"No measured rate met the objectives{why}.")
     else:
-        lines.append(f"Highest rate that meets the objectives: {number(within['highest'])} requests/s.")
+        lines.append(f"Highest rate that meets the objectives: {number(within['highest'])} requests/s{why}.")
     return lines
 
 
@@ -181,7 +194,7 @@ def _interval(value: Mapping[str, float]) -> str:
 
 def warnings(sweep: Mapping[str, Any]) -> list[str]:
     """Return reasons to doubt the figures of a sweep, a sentence each."""
-    lines = []
+    lines = ["the sweep was interrupted, so its limits are not narrowed down"] if sweep.get("interrupted") else []
     best = max(sweep["levels"], key=lambda level: level["intervals"]["request_throughput"][0], default=None)
     served = (sweep["capacity"] or {}).get("requests_per_second")
     if best is not None and served is not None and best["intervals"]["request_throughput"][0] > served["high"]:

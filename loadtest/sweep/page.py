@@ -5,6 +5,7 @@ The plots are inline SVG. Their black becomes the page's text color, so that the
 
 import io
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -13,8 +14,9 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogLocator, NullLocator
 
 from loadtest.sweep.figures import METRICS, PERCENTILES, findings, number, sweep_table, warnings
 from loadtest.sweep.level import State
@@ -22,6 +24,7 @@ from loadtest.sweep.server_side import PHASES
 
 _INK = "#010203"  # replaced by the page's text color
 _COLORS = ("#4c8dd6", "#3aa676", "#d98a29", "#d05a5a")  # legible on white and on black
+_LONG = {"TTFT": "Time to first token", "ITL": "Inter-token latency", "E2E": "End-to-end latency"}
 _STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
@@ -32,27 +35,53 @@ _STYLE = {
 }
 
 
-def draw(name: str, fill: Callable[[Axes], None]) -> str:
-    """Return a plot as an SVG element. `fill` draws into its axes."""
+def draw(name: str, sweep: Mapping[str, Any], fill: Callable[[Axes], None]) -> str:
+    """Return a plot over the rate as an SVG element. `fill` draws into its axes."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(6, 3.6), layout="constrained")
+        figure = Figure(figsize=(5, 3.4), layout="constrained")
         axes = figure.subplots()
         fill(axes)
-        axes.set_title(name, loc="left")
-        axes.set_xlabel("requests/s sent")
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("")
+        _label_ticks(axes.xaxis, (1, 2, 3, 5, 7))
+        _mark_limits(axes, sweep)
+        axes.set_title(name, loc="left", weight="bold")
+        axes.set_xlabel("requests/s sent")
         axes.grid(visible=True, alpha=0.25)
-        axes.legend(frameon=False, fontsize=9)
+        figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
         file = io.StringIO()
         figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
     svg = file.getvalue()
-    return svg[svg.index("<svg") :].replace(_INK, "currentColor")
+    return (
+        svg[svg.index("<svg") :].replace(_INK, "currentColor").replace("<svg", f'<svg role="img" aria-label="{name}"')
+    )
+
+
+def _label_ticks(axis: Axis, digits: Sequence[int]) -> None:
+    """Label the ticks of a logarithmic axis that begin with one of the digits."""
+    axis.set_major_locator(LogLocator(subs=digits))
+    axis.set_major_formatter("{x:,g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def _mark_limits(axes: Axes, sweep: Mapping[str, Any]) -> None:
+    """Shade the rates that are not stable, and mark the knee and the highest rate within the objectives."""
+    rates = [level["rate"] for level in sweep["levels"]]
+    axes.set_xlim(0.9 * min(rates), 1.1 * max(rates))
+    if (above := sweep["stable_rate"]["lowest_above"]) is not None:
+        axes.axvspan(above, 1.1 * max(rates), color=_COLORS[3], alpha=0.1, linewidth=0)
+    limits = {"knee": sweep["knee_rate"], "objectives": sweep["slo_rate"]["highest"]}
+    for height, (label, rate) in zip((0.98, 0.6), limits.items(), strict=True):
+        if rate is not None:
+            axes.axvline(rate, color=_INK, linewidth=0.8, linestyle="--")
+            place = axes.get_xaxis_transform()
+            axes.text(rate, height, f"{label} ", rotation=90, fontsize=8, ha="right", va="top", transform=place)
 
 
 def plots(sweep: Mapping[str, Any]) -> list[str]:
     """Return the plots of a sweep over the rate: throughput with goodput, TTFT, ITL, E2E, and a request's phases."""
+
+    if not sweep["levels"]:
+        return []
 
     def throughput(axes: Axes) -> None:
         rates = [level["rate"] for level in sweep["levels"]]
@@ -63,23 +92,16 @@ def plots(sweep: Mapping[str, Any]) -> list[str]:
             _line(axes, sweep["levels"], key, color, label)
         if sweep["capacity"] is not None:
             served = sweep["capacity"]["requests_per_second"]
-            axes.axhspan(served["low"], served["high"], color=_COLORS[3], alpha=0.35, linewidth=1, label="capacity")
-            axes.set_ylim(0, 1.25 * served["mean"])
-        marks = ((sweep["knee_rate"], "knee", 0.02), (sweep["slo_rate"]["highest"], "objectives", 0.4))
-        for rate, label, height in marks:
-            if rate is not None:
-                axes.axvline(rate, color=_INK, linewidth=0.8, linestyle="--")
-                axes.text(
-                    rate, height, label, rotation=90, fontsize=8, ha="right", transform=axes.get_xaxis_transform()
-                )
+            axes.axhspan(served["low"], served["high"], color=_INK, alpha=0.12, linewidth=1, label="capacity")
+            most = max(level["request_throughput"] for level in sweep["levels"])
+            axes.set_ylim(0, 1.2 * max(served["mean"], most))
 
     def latency(metric: str) -> Callable[[Axes], None]:
         def fill(axes: Axes) -> None:
             for color, percentile in zip(_COLORS, PERCENTILES, strict=True):
                 _line(axes, sweep["levels"], f"p{percentile:g}_{metric}_ms", color, f"p{percentile:g}")
             axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter(LogFormatter())  # labels minor ticks within less than a decade
+            _label_ticks(axes.yaxis, (1, 2, 5))
 
         return fill
 
@@ -88,10 +110,10 @@ def plots(sweep: Mapping[str, Any]) -> list[str]:
         parts = [[level["server_ms"][phase] or 0.0 for level in levels] for phase in PHASES]
         axes.stackplot([level["rate"] for level in levels], parts, labels=PHASES, colors=_COLORS, alpha=0.8)
 
-    drawn = [draw("Requests/s completed", throughput)]
-    drawn += [draw(f"{name}, ms", latency(metric)) for metric, name in METRICS.items()]
+    drawn = [draw("Requests/s completed", sweep, throughput)]
+    drawn += [draw(f"{_LONG[name]}, ms", sweep, latency(metric)) for metric, name in METRICS.items()]
     has_phases = any(any(level["server_ms"].values()) for level in sweep["levels"])
-    return drawn + ([draw("Mean time of a request by phase, ms", phases)] if has_phases else [])
+    return drawn + ([draw("Mean time of a request by phase, ms", sweep, phases)] if has_phases else [])
 
 
 def _line(axes: Axes, levels: Sequence[Mapping[str, Any]], key: str, color: str, label: str) -> None:
@@ -114,64 +136,87 @@ def _line(axes: Axes, levels: Sequence[Mapping[str, Any]], key: str, color: str,
             axes.plot(*zip(*chosen, strict=True), "o", color=color, markerfacecolor=face, markersize=5)
 
 
-_HEADS = ("requests/s", "state", "ok/s", "tokens/s", "goodput/s")
+_RATE = {"requests/s": "rate"}
+_THROUGHPUT = _RATE | {
+    "state": "state",
+    "ok/s": "request_throughput",
+    "tokens/s": "output_throughput",
+    "goodput/s": "request_goodput",
+    "requests": "num_prompts",
+    "failed": "failed",
+    "429": "shed",
+    "warm-up s": "warm_up_seconds",
+    "client CPU": "client_cpu_share",
+}
+_PHASES = {f"{phase} ms": phase for phase in PHASES}
+_LATENCIES = _RATE | {
+    f"{name} p{each:g}": f"p{each:g}_{metric}_ms" for metric, name in METRICS.items() for each in PERCENTILES
+}
 
 
-def level_table(sweep: Mapping[str, Any]) -> str:
-    """Return the levels as an HTML table whose columns the page can sort; intervals are the cells' titles."""
-    keys = ["rate", "state", "request_throughput", "output_throughput", "request_goodput"]
-    heads = list(_HEADS)
-    for metric, name in METRICS.items():
-        keys += [f"p{percentile:g}_{metric}_ms" for percentile in PERCENTILES]
-        heads += [f"{name} p{percentile:g}" for percentile in PERCENTILES]
-    keys += ["failed", "shed", "num_prompts", "warm_up_seconds", "client_cpu_share"]
-    heads += ["failed", "429", "requests", "warm-up s", "client CPU"]
-    keys += PHASES
-    heads += [f"{phase}, mean" for phase in PHASES]
+def level_table(sweep: Mapping[str, Any], caption: str, columns: Mapping[str, str]) -> str:
+    """Return figures of the levels as an HTML table that the page can sort; `columns`: the key of each heading."""
     rows = []
     for level in sweep["levels"]:
-        cells, level = [], level | dict.fromkeys(PHASES) | level["server_ms"]
-        for key in keys:
-            value = level[key]
-            text = value if isinstance(value, str) else number(value)
-            low, high = level["intervals"].get(key, (None, None))
-            title = "" if low is None else f' title="95 %: {number(low)} to {number(high)}"'
-            cells.append(f'<td data-value="{escape(str(-1 if value is None else value))}"{title}>{escape(text)}</td>')
+        cells, figures = [], dict.fromkeys(PHASES) | level | level["server_ms"]
+        for value, key in ((figures[key], key) for key in columns.values()):
+            low, high = level["intervals"].get(key, (None, math.inf))
+            interval = "" if math.isinf(high) else f"<small>{number(max(0.0, low))}–{number(high)}</small>"
+            text = f"{value:.0%}" if key == "client_cpu_share" else _text(value)
+            order = -1 if value is None else value
+            cells.append(f'<td data-value="{escape(str(order))}">{escape(text)}{interval}</td>')
         rows.append(f"<tr>{''.join(cells)}</tr>")
-    head = "".join(f"<th>{escape(each)}</th>" for each in heads)
+    head = "".join(f"<th>{escape(each)}</th>" for each in columns)
     return (
-        f'<div class="scroll"><table class="levels"><caption>Latencies in ms; a cell shows its 95 % interval on hover; '
-        f"a dash: too few requests for this percentile.</caption><thead><tr>{head}</tr></thead>"
+        f'<div class="scroll"><table class="levels"><caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
 
 
+_FACTS = {
+    "server": "url",
+    "model": "model_id",
+    "command": "command",
+    "settings": "settings",
+    "workload": "workload",
+    "objectives": "slo",
+    "latency of a request alone, s": "alone_seconds",
+    "duration of the sweep, s": "took_seconds",
+    "date": "date",
+    "commit": "commit",
+    "client's machine": "machine",
+    "client's versions": "versions",
+    "cores busy with other work": "other_work_cores",
+}
+
+
 def _facts(sweep: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return settings, workload, objectives and provenance of a sweep, as pairs of name and text."""
-    parts = ("url", "model_id", "command", "date", "commit", "took_seconds", "other_work_cores", "machine", "versions",
-             "settings", "workload", "slo")  # fmt: skip
-    facts = []
-    for name in parts:
-        value = sweep.get(name)
-        if isinstance(value, Mapping):
-            value = ", ".join(f"{key} {each}" for key, each in value.items() if each is not None)
-        facts.append((name.replace("_", " "), str(value)))
-    return facts
+    return [(name, _text(sweep[key])) for name, key in _FACTS.items() if key in sweep]
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {each}" for key, each in value.items() if each is not None)
+    return number(value) if value is None or isinstance(value, float | int) else str(value)
 
 
 def html_page(sweep: Mapping[str, Any]) -> str:
     """Return the report of a sweep as an HTML page."""
-    items = "".join(f"<li>{escape(line)}</li>" for line in findings(sweep))
+    lead, *others = findings(sweep)
+    items = "".join(f"<li>{escape(line)}</li>" for line in others)
     doubts = "".join(f"<li>{escape(line)}</li>" for line in warnings(sweep))
     facts = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in _facts(sweep))
     body = [
-        f"<ul>{items}</ul>",
+        f'<p class="lead">{escape(lead)}</p><ul>{items}</ul>',
         f'<h2>Warnings</h2><ul class="warnings">{doubts}</ul>' if doubts else "",
         "<h2>Plots</h2>",
         f'<div class="plots">{"".join(f"<figure>{plot}</figure>" for plot in plots(sweep))}</div>',
-        "<p class=faint>Hollow markers: overloaded or unclear. Bars: 95 % intervals.</p>",
-        "<h2>Rates</h2>",
-        level_table(sweep),
+        '<p class="faint">Shaded, with hollow markers: overloaded or unclear. Bars: 95 % intervals.</p>',
+        "<h2>Figures</h2>",
+        '<p class="faint">Small: 95 % intervals. A dash: too few requests. A click on a heading sorts.</p>',
+        level_table(sweep, "Throughput, and mean time of a request by phase", _THROUGHPUT | _PHASES),
+        level_table(sweep, "Latencies in ms", _LATENCIES),
         "<h2>Settings and provenance</h2>",
         f'<table class="facts"><tbody>{facts}</tbody></table>',
     ]

@@ -21,6 +21,11 @@ _HISTOGRAMS = {
 }
 _COUNTERS = {"prefill": "llamacpp:prompt_seconds_total", "decode": "llamacpp:tokens_predicted_seconds_total"}
 PHASES = ("queue", "prefill", "decode", "network")
+_IN_WORDS = {
+    "prefill": "reading prompts (prefill)",
+    "decode": "generating tokens (decode)",
+    "network": "HTTP, the network and what the server does not count",
+}
 
 
 def scrape(target: Target) -> dict[str, float]:
@@ -64,11 +69,10 @@ def phases_ms(
     return phases
 
 
-def bottleneck(level: Mapping[str, Any]) -> str | None:
-    """Return a clause on the phase that takes most of a request's time at a level; None without server metrics."""
-    phases = {name: value for name, value in level["server_ms"].items() if value is not None}
-    if not phases or not sum(phases.values()):
+def limiting_factor(level: Mapping[str, Any]) -> str | None:
+    """Return a clause on the phase that takes most of a request's time outside the queue; None without metrics."""
+    phases = {name: value for name, value in level["server_ms"].items() if value and name != "queue"}
+    if not phases:
         return None
     most = max(phases, key=phases.__getitem__)
-    parts = ", ".join(f"{name} {value:,.1f} ms" for name, value in phases.items())
-    return f"most of a request's time is {most} ({phases[most] / sum(phases.values()):.0%}): {parts}"
+    return f"{_IN_WORDS[most]}, {phases[most] / sum(phases.values()):.0%} of a request's time outside the queue"

@@ -189,7 +189,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         name = self.context.served.model_name
         return json_response(responses.ServerInfo(served_model_name=name, version=importlib.metadata.version("kvasir")))
 
-    async def metrics(self) -> Response:
+    async def metrics(self, request: Request) -> Response:
         """Handle `GET /metrics`: update the gauges, and return all metrics. Rendered in a thread."""
         lifecycle, workers = self.context.lifecycle, self.context.workers
         state: str = self.context.readiness().state
@@ -211,7 +211,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             scraped_at = time.time()
             self._metrics.observe_adapters(running=running, waiting=waiting, num_loaded=num_loaded, now=scraped_at)
         self._metrics.observe_processes(await asyncio.to_thread(list, read_processes(lifecycle.main_pid)))
-        body, content_type = await asyncio.to_thread(self._metrics.render)
+        body, content_type = await asyncio.to_thread(self._metrics.render, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": content_type})
 
     async def playground(self) -> Response:

@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 import platform
+import time
 from bisect import bisect_left
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator
@@ -18,7 +19,9 @@ from prometheus_client import (
     values,
 )
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from service.ipc.messages import EngineIdle, Finish, FinishReason, StepStats, WorkerReady
 from service.metrics.definitions import COMMON_LABELS, FAMILIES, PREFIX, VLLM_PREFIX, Family, Kind
@@ -65,6 +68,11 @@ class HistogramBuffer:
         bucket = bisect_left(self._upper_bounds, value)
         self._counts[bucket] += count  # without a call, so that `flush` in another thread cannot run in between
         self._sum += value * count
+
+    def set_exemplar(self, value: float, labels: dict[str, str]) -> None:
+        """Set the exemplar of the value's bucket."""
+        bucket = self._histogram._buckets[bisect_left(self._upper_bounds, value)]
+        bucket.set_exemplar(Exemplar(labels, value, time.time()))
 
     def flush(self) -> None:
         """Move the counts to the histogram, with the same result as one `observe` call for each observation."""
@@ -186,6 +194,10 @@ class Metrics:
         """Record that a choice's first token left the server `seconds` after its request arrived."""
         self._histograms["time_to_first_token_seconds"].observe(seconds)
 
+    def set_exemplar(self, name: str, seconds: float, trace_id: str) -> None:
+        """Set the trace of a request with this latency as the exemplar of its bucket, in the histogram `name`."""
+        self._histograms[name].set_exemplar(seconds, {"trace_id": trace_id})
+
     def observe_inter_token(self, seconds: float, count: int = 1) -> None:
         """Record `count` inter-token latencies of a choice, each of `seconds`, measured as tokens leave the server."""
         self._gaps.observe(seconds, count)
@@ -270,12 +282,16 @@ class Metrics:
         for candidate in EngineState:
             self._metric("engine_state", candidate).set(candidate == state)
 
-    def render(self) -> tuple[bytes, str]:
-        """Return all metrics in Prometheus' text format, and the content type of this format."""
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """Return all metrics and the content type: OpenMetrics, which has exemplars, if accepted, else plain text."""
         for worker in range(len(self._steps)):
             self._write_steps(worker)
         for buffer in self._histograms.values():
             buffer.flush()
+        if "application/openmetrics-text" in accept:
+            # Any other escaping replaces the colon of vLLM's names.
+            body = openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8)
+            return body, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
 

@@ -14,9 +14,18 @@ from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExport
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
-from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace import (
+    NoOpTracer,
+    Span,
+    SpanKind,
+    StatusCode,
+    Tracer,
+    format_trace_id,
+    set_span_in_context,
+)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from service.metrics.recorder import Metrics
 from service.telemetry.request_record import Generation, RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -53,15 +62,16 @@ class CollectorExporter(SpanExporter):
 
 
 class RequestTracer:
-    """Tracer of requests. `start` begins the SDK's thread, so it is called in the API process, after the fork.
+    """Tracer of requests, whose ids become exemplars of the metrics. `start` begins the SDK's thread: after the fork.
 
     Settings other than the endpoint are the standard's environment variables, such as OTEL_EXPORTER_OTLP_HEADERS,
     OTEL_SERVICE_NAME and OTEL_TRACES_SAMPLER.
     """
 
-    def __init__(self, endpoint: str, model_name: str) -> None:
+    def __init__(self, endpoint: str, model_name: str, metrics: Metrics) -> None:
         self._endpoint = endpoint
         self._model_name = model_name
+        self._metrics = metrics
         self._provider: TracerProvider | None = None
         self._tracer: Tracer = NoOpTracer()
 
@@ -104,6 +114,11 @@ class RequestTracer:
             attributes = self._model_attributes(record, done)
             span.set_attributes({name: value for name, value in attributes.items() if value is not None})
             self._add_phases(span, record, done)
+            trace_id = format_trace_id(span.get_span_context().trace_id)
+            if done.ttft_seconds is not None:
+                self._metrics.set_exemplar("time_to_first_token_seconds", done.ttft_seconds, trace_id)
+            if record.error is None:
+                self._metrics.set_exemplar("e2e_request_latency_seconds", record.total_seconds, trace_id)
         if record.error is not None and (record.status >= 500 or record.status < 300) and not record.is_client_gone:
             span.set_status(StatusCode.ERROR, record.error)
         span.end(_nanoseconds(record, record.start + record.total_seconds))

@@ -6,7 +6,7 @@ import pytest
 
 from loadtest.client.outcome import Ending
 from loadtest.client.sse_client import Target
-from loadtest.sweep.server_side import bottleneck, phases_ms, scrape
+from loadtest.sweep.server_side import limiting_factor, phases_ms, scrape
 from tests.loadtest.outcomes import failed, outcome
 from tests.loadtest.stub_server import StubServer
 
@@ -35,7 +35,7 @@ def test_histograms_show_queue_prefill_and_decode(prefix: str, queue_name: str) 
     before, after = (histograms(queue_name, prefix, count) for count in (5, 7))
     phases = phases_ms(before, after, DONE)
     assert phases == pytest.approx({"queue": 20.0, "prefill": 80.0, "decode": 60.0, "network": 10.0})
-    assert str(bottleneck({"server_ms": phases})).startswith("most of a request's time is prefill (47%)")
+    assert str(limiting_factor({"server_ms": phases})).startswith("reading prompts (prefill), 53% of")
 
 
 def test_counters_of_llama_cpp_leave_the_queue_to_the_rest() -> None:
@@ -52,4 +52,4 @@ def test_a_server_without_metrics_has_no_phases(outcomes: list[Any]) -> None:
         assert scrape(Target.parse(server.url)) == {}
     phases = phases_ms({}, {}, outcomes)
     assert set(phases.values()) == {None}
-    assert bottleneck({"server_ms": phases}) is None
+    assert limiting_factor({"server_ms": phases}) is None

@@ -127,7 +127,7 @@ def test_the_bracket_ignores_an_unclear_rate_below_a_good_one() -> None:
 def test_an_interrupted_sweep_has_findings_of_its_levels() -> None:
     assert "No rate was measured." in findings(sweep_figures([], NO_LIMITS))
     level = measure(QueueServer(4, lambda rng: 0.5), 2.0, WindowPlan(seconds=5.0), NO_LIMITS)
-    assert findings(sweep_figures([level], NO_LIMITS))[0].startswith("Capacity: unknown")
+    assert findings(sweep_figures([level], NO_LIMITS))[0].startswith("The limit is unknown")
 
 
 def test_the_warm_up_ends_where_the_values_become_steady() -> None:

@@ -71,13 +71,14 @@ def test_the_html_report_is_complete_without_a_network(result: Path) -> None:
     assert "prefers-color-scheme: dark" in text
     assert "#010203" not in text, "plots take the page's text color"
     assert re.findall(r'id="([^"]+)"', text), "clip paths of the plots"
-    assert "95 %:" in text
+    assert "<small>" in text, "confidence intervals"
+    assert text.count('<table class="levels">') == 2
 
 
 def test_the_markdown_report_has_the_same_findings(result: Path) -> None:
     page, html = (result.with_suffix(suffix).read_text() for suffix in (".md", ".html"))
     found = re.findall(r"^- (?!warning)(.*)$", page, re.MULTILINE)
-    assert found[0].startswith("Capacity: ")
+    assert found[0].startswith("The server completes at most ")
     assert all(line.replace("'", "&#x27;") in html for line in found)
     assert "| requests/s | state |" in page
 

@@ -1,6 +1,7 @@
 """Spans of a request: names, attributes, times, parent and events, by the SDK's exporter in memory."""
 
 import logging
+import re
 import subprocess
 import sys
 import time
@@ -11,11 +12,12 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind, StatusCode
+from opentelemetry.trace import SpanKind, StatusCode, format_trace_id
 from starlette.testclient import TestClient
 
 from service.config.settings import SettingsError
 from service.ipc.messages import Submit, decode_commands, encode_events
+from service.metrics.recorder import Metrics
 from service.server import load_tracer
 from service.telemetry.request_record import Observe
 from service.telemetry.traces import CollectorExporter, RequestTracer
@@ -28,8 +30,8 @@ CLOSED = "http://127.0.0.1:9"  # discard: a privileged port without a server
 
 
 @pytest.fixture
-def tracer() -> RequestTracer:
-    return RequestTracer(CLOSED, "tiny")
+def tracer(metrics: Metrics) -> RequestTracer:
+    return RequestTracer(CLOSED, "tiny", metrics)
 
 
 @pytest.fixture
@@ -102,6 +104,12 @@ def test_a_request_has_a_server_span_with_its_phases(
     assert prefill.start_time == pytest.approx(queue.end_time, abs=2)
     assert decode.start_time == pytest.approx(prefill.end_time, abs=2)
     assert request.resource.attributes["service.name"] == "kvasir"
+    accepted = client.get("/metrics", headers={"accept": "application/openmetrics-text;version=1.0.0,*/*;q=0.1"})
+    assert accepted.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    exemplars = re.findall(r'^(\S+)_bucket\{.* # \{trace_id="(\w+)"\}', accepted.text, re.MULTILINE)
+    names = ("time_to_first_token_seconds", "e2e_request_latency_seconds")
+    trace_id = format_trace_id(request.context.trace_id)
+    assert set(exemplars) == {(prefix + name, trace_id) for prefix in ("llm_", "vllm:") for name in names}
 
 
 @pytest.mark.parametrize(
@@ -229,7 +237,7 @@ def test_without_the_packages_the_start_fails_in_one_line(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("pkgutil.resolve_name", fail)
     with pytest.raises(SettingsError, match=r"opentelemetry, .* pip install 'kvasir\[traces\]'") as caught:
-        load_tracer(CLOSED, "tiny")
+        load_tracer(CLOSED, "tiny", Metrics("tiny"))
     assert "\n" not in str(caught.value)
 
 
