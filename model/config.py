@@ -370,7 +370,7 @@ class ModelConfig:
 
     @property
     def _kv_sources(self) -> dict[bool, int]:
-        """Return the layers whose keys and values later layers read: without a window (True), with one (False)."""
+        """Return the number of the layer whose keys and values later layers read, by whether layers have no window."""
         first = self.num_layers - (self.num_kv_shared_layers or 0)
         return _last_layers(first, self.global_layers, self.sliding_window is not None)
 

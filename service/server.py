@@ -120,7 +120,7 @@ def load_tracer(endpoint: str, model_name: str, metrics: Metrics) -> "RequestTra
     except ModuleNotFoundError as error:
         raise SettingsError(
             f"--otlp-endpoint needs {error.name}, which is not installed; run pip install 'kvasir[traces]', "
-            "or unset OTEL_EXPORTER_OTLP_ENDPOINT"
+            "or remove --otlp-endpoint and unset OTEL_EXPORTER_OTLP_ENDPOINT"
         ) from None
 
 

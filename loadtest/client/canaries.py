@@ -41,7 +41,7 @@ class Canaries:
         return cls(known, share)
 
     def mix(self, requests: Iterator[LoadRequest], seed: int) -> Iterator[LoadRequest]:
-        """Yield the requests in order, and a canary instead of a random share of them."""
+        """Yield the requests in order, but a canary, a known question, in place of a random share of them."""
         rng = random.Random(seed)
         for request in requests:
             is_canary = rng.random() < self.share

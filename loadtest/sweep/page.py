@@ -234,7 +234,7 @@ def markdown_page(sweep: Mapping[str, Any]) -> str:
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write the report of the sweep in a JSON file beside it, as HTML and as Markdown. Return both paths."""
+    """Write the report of a sweep's JSON file beside that file, as HTML and as Markdown. Return both paths."""
     sweep, written = json.loads(path.read_text(encoding="utf-8")), []
     for suffix, page in ((".html", html_page), (".md", markdown_page)):
         written.append(path.with_suffix(suffix))

@@ -75,9 +75,10 @@ def settled(levels: Sequence[Level]) -> dict[float, State]:
 
 
 def bracket(verdicts: Mapping[float, bool | None]) -> tuple[float, float]:
-    """Return the highest good rate below all bad rates, and the lowest measured rate above the good one.
+    """Return the highest good rate below all bad rates (0 if there is none), and the next higher measured rate.
 
-    verdicts: by rate, True: good, False: bad, None: unclear. A missing rate is 0, or infinity.
+    The latter is bad or unclear, or infinity if there is none.
+    verdicts: by rate, True: good, False: bad, None: unclear.
     """
     bad = min((rate for rate, verdict in verdicts.items() if verdict is False), default=math.inf)
     good = max((rate for rate, verdict in verdicts.items() if verdict and rate < bad), default=0.0)

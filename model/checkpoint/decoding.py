@@ -201,7 +201,7 @@ def _ordered(
 
 
 def _grouped(codes_FI: Tensor, scale_FJ: Tensor, zeros_FJ: Tensor | None, group_size: int | None) -> GroupedWeight:
-    """Return an int4 matrix with a scale for each 32 inputs, from one with groups of a multiple of 32 inputs.
+    """Convert an int4 matrix whose groups are a multiple of 32 inputs to one with a scale for each 32 inputs.
 
     codes_FI: codes from 0 to 15; weight = scale * (code - zero).
     zeros_FJ: zero of each stored group; None: all are 8.

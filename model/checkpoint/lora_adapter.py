@@ -141,7 +141,7 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
     check_is_searchable(directory)  # is_dir raises OSError for a path that is too long
     if not directory.is_dir():
         problem = "not a directory" if directory.exists() else "no such directory"
-        raise CheckpointError(f"{directory}: {problem}; give the directory with {CONFIG_FILE} and {WEIGHTS_FILE}")
+        raise CheckpointError(f"{directory}: {problem}; give one with {CONFIG_FILE} and {WEIGHTS_FILE}")
     if is_gguf(manifest.directory):
         raise CheckpointError(f"{directory}: adapters for a GGUF file are not supported; serve the model's directory")
     if not path.exists() and (directory / _PICKLE_FILE).exists():

@@ -13,7 +13,10 @@ Proofs = Mapping[str, Mapping[str, str]]  # by `model_type`: date, as in 2026-11
 
 
 def read_proofs(path: Path = PROOFS_FILE) -> Proofs:
-    """Return the dates of passed checks by `model_type` and check. Raises CheckpointError for a missing or bad file."""
+    """Return the date on which each check was passed, by `model_type` and check.
+
+    Raises CheckpointError for a missing or bad file.
+    """
     return read_json(path)
 
 

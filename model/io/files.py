@@ -107,7 +107,8 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
         mib = path.stat().st_size >> 20
     if mib >= _MAX_JSON_MIB:
         raise CheckpointError(
-            f"{path}: is {mib} MiB long, but a JSON file must be under {_MAX_JSON_MIB} MiB; copy the file again"
+            f"{path}: is {mib} MiB long, but a JSON file must be under {_MAX_JSON_MIB} MiB; it is probably "
+            "damaged: copy it again"
         )
     data = read_bytes(path)
     try:

@@ -104,7 +104,7 @@ class LarkDocument:
         return name
 
     def json(self, schema: Mapping[str, Any], *, lenient: bool) -> str:
-        """Return a Lark expression for a prepared schema's JSON documents. Raises GrammarError, as `json_grammar`."""
+        """Return a Lark expression for a schema from `prepare`. Raises GrammarError, as `json_grammar`."""
         return self.nested(json_grammar(schema, lenient=lenient))
 
     def nested(self, grammar: str) -> str:

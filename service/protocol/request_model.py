@@ -64,7 +64,7 @@ IGNORED = Annotated[Any, Ignored()]
 
 
 def _close_schema(schema: dict[str, Any], model: type["RequestModel"]) -> None:
-    """Set `additionalProperties` in a model's JSON Schema: false if unknown fields are rejected."""
+    """Set `additionalProperties` in a model's JSON Schema: false if unknown fields are rejected, else true."""
     schema["additionalProperties"] = model.IGNORES_UNKNOWN
 
 

@@ -174,7 +174,7 @@ def test_a_new_worker_continues_requests_with_their_adapters(served: Served) -> 
         ("x", "../base", "lora_path: '../base' is not below --lora-dir"),
         ("x", "/etc", "lora_path: '/etc' is not below --lora-dir"),
         ("x", ".", "lora_path: '.' is not below --lora-dir"),
-        ("x", "none", "none: no such directory; give the directory with adapter_config.json"),
+        ("x", "none", "none: no such directory; give one with adapter_config.json"),
         ("x", "a" * 256, "a" * 256 + ": File name too long"),
         ("base", "second", "lora_name: 'base' is a name of the base model; choose another"),
         ("first", "second", "lora_name: 'first' is loaded already; unload it first"),

@@ -56,7 +56,7 @@ class ArgumentSchemas:
         return value
 
     def check_keywords(self, schema: Mapping[str, Any], *known: str) -> None:
-        """Raise GrammarError for a keyword that constrains values and is not in `known`, unless the tool is lenient."""
+        """Raise GrammarError for a keyword that constrains values and is not in `known`, if the tool is strict."""
         if self.tool.lenient:
             return
         if found := next((key for key in schema if key not in known and key not in _ANNOTATIONS), None):

@@ -108,7 +108,7 @@ class _Literals:
     def _any_value(self, fact: str = "", remedy: str = "") -> str:
         """Return the Lark expression of any value, for a schema that has no keywords or cannot be enforced.
 
-        fact: reason why the schema cannot be enforced. Raises GrammarError with it, unless the tool is lenient.
+        fact: reason why the schema cannot be enforced. Raises GrammarError with it, unless the tool is not strict.
         """
         if fact and not self.schemas.tool.lenient:
             raise self.schemas.error(fact, remedy)
