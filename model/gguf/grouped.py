@@ -26,7 +26,7 @@ _TINY = 1e-30  # keeps a group of zeros from dividing by zero
 
 
 def read_grouped(headers: Sequence[TensorHeader]) -> GroupedWeight:
-    """Return quantized matrices of a GGUF file, stacked, as one grouped weight. Reads slices of rows.
+    """Return quantized matrices of a GGUF file as one grouped weight: the rows of all matrices, in order.
 
     Raises CheckpointError if the file is truncated, or a scale, an offset or a factor is not finite.
     """

@@ -288,7 +288,7 @@ def _read_float8(weights: ConfigReader) -> StoredQuantization:
 def _reader(path: Path, name: str, value: object, harmless: frozenset[str], must_be: Requirements) -> ConfigReader:
     """Return a reader of `value`, found under the key `name`. Raises CheckpointError unless it is a JSON object."""
     if not isinstance(value, Mapping):
-        ConfigReader(path, {}).reject(name, value, "expected a JSON object; correct the config")
+        ConfigReader(path, {}).reject(name, value, "this key must have a JSON object; correct the config")
     return ConfigReader(path, value, prefix=f"{name}.", harmless=harmless, must_be=must_be)
 
 

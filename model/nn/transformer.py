@@ -306,9 +306,10 @@ class Transformer(nn.Module):
         return logits_RV if self.config.logit_soft_cap is None else soft_cap(logits_RV, self.config.logit_soft_cap)
 
     def embed(self, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Return the token embeddings, scaled and normed as the config says: (tokens, hidden size), the model's dtype.
+        """Return the embeddings of tokens and positions: (tokens, hidden size), the model's dtype.
 
-        Learned or sinusoidal position embeddings are added after that.
+        The token embeddings are scaled and normed as the config says. Learned or sinusoidal position embeddings, if the
+        model has them, are then added here.
         """
         x_TE: Tensor = self.token_embedding(token_ids_T)
         if self.config.embedding_scale != 1.0:

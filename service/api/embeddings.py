@@ -139,7 +139,7 @@ class GroupedBody(Delivery):
 
 
 class EmbeddingBody(GroupedBody):
-    """Response to an embeddings request."""
+    """ASGI response to an embeddings request: collects the vectors of all texts, and sends them in one JSON body."""
 
     def __init__(self, groups: list[InflightRequest], asked: EmbeddingRequest, context: ApiContext) -> None:
         super().__init__(groups, context, model=asked.model)

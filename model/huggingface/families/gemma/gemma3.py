@@ -50,7 +50,7 @@ def read_text_config(
     given = reader.value("text_config")
     values = {} if given is None else given
     if not isinstance(values, Mapping):
-        reader.reject("text_config", given, "expected a JSON object; correct the config")
+        reader.reject("text_config", given, "this key must have a JSON object; correct the config")
     for key in tower_keys:
         reader.value(key)
     tied = reader.flag("tie_word_embeddings", is_tied)
