@@ -204,7 +204,7 @@ class ForeignWork:
         self._began = self._now()
 
     def cores(self) -> float:
-        """Return the mean number of cores kept busy since this meter was created, by all but this process and its children."""
+        """Return the mean number of cores kept busy since the creation, by all but this process and its children."""
         seconds, busy, own = (now - began for now, began in zip(self._now(), self._began, strict=True))
         return max(0.0, (busy - own) / seconds)
 
