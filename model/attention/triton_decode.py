@@ -70,7 +70,7 @@ def attend(q_BHD: Tensor, form: AttentionForm, positions_B: Tensor, tables_BN: T
         GROUP=num_heads // num_kv_heads, ROWS=max(16, triton.next_power_of_2(num_heads // num_kv_heads)),
         SIZE=size, PADDED=padded, HAS_SCALES=kv_cache.cache_dtype is torch.int8,
         # docs/gpu.md has the registers. With 4 warps, float32 numbers of heads over 64 do not fit into them.
-        num_warps=8, num_stages=3, **launch_options(q_BHD.device),
+        num_warps=8, num_stages=3 if padded * q_BHD.itemsize <= 512 else 2, **launch_options(q_BHD.device),
     )  # fmt: skip
     _join_splits[(num_sequences, num_heads)](
         sums_BHXD, scales_BHX2, positions_B, out_BHD, window, splits,

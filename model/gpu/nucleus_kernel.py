@@ -14,7 +14,7 @@ from torch import Tensor
 
 from model.system.dependent_launch import begin, launch_options
 
-_TILE, _WARPS = 8192, 16
+_TILE, _WARPS = 4096, 16
 
 
 def complete_floors(probs_BV: Tensor, wanted_B1: Tensor, floor_B1: Tensor) -> Tensor:
