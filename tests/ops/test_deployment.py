@@ -110,8 +110,7 @@ def test_only_the_gpu_service_reserves_a_gpu() -> None:
         for name, service in SERVICES.items()
         if "reservations" in service["deploy"]["resources"]
     }
-    count = "${KVASIR_DEVICES:-1}"
-    assert reservations == {"kvasir-gpu": [{"driver": "nvidia", "count": count, "capabilities": ["gpu"]}]}
+    assert reservations == {"kvasir-gpu": [{"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}]}
     assert {name: SERVICES[name]["environment"]["KVASIR_DEVICE"] for name in KVASIR} == {
         "kvasir": "cpu",
         "kvasir-gpu": "cuda",
