@@ -169,7 +169,11 @@ def _field(panel: Panel) -> dict[str, Any]:
 def _legend(panel: Panel) -> dict[str, Any]:
     """Return a legend beside the plot if it has many rows: below it, Grafana would show the first two."""
     has_many = len(panel.queries) > 2 or any("{{" in query.legend for query in panel.queries)
-    return {"legend": _LEGEND | {"placement": "right"}} if panel.kind == "timeseries" and has_many else {}
+    return (
+        {"legend": _LEGEND | {"placement": "right", "calcs": ["lastNotNull"]}}
+        if panel.kind == "timeseries" and has_many
+        else {}
+    )
 
 
 def _color(name: str) -> dict[str, str]:

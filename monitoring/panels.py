@@ -89,6 +89,10 @@ def _rate(counter: str, by: str = "", *, window: str = "$__rate_interval", **lab
     return _sum(f"rate({_select(counter, **labels)}[{window}])", by)
 
 
+def _mean_of_minute(gauge: str) -> str:
+    return _sum(f"avg_over_time({_select(gauge)}[1m])")
+
+
 def _increase(counter: str, by: str, window: str) -> str:
     """Return the increase of a counter as a whole number: Prometheus extrapolates it to a fraction."""
     return f"round({_sum(f'increase({_select(counter)}[{window}])', by)})"
@@ -187,15 +191,15 @@ _OVERVIEW: Final = Row(
         Panel(
             "What is full",
             "The limit that the service reaches first: the engine's time, its running choices, or its KV-cache. "
-            "A queue grows only when one of them is full.",
+            "Means of the last minute. A queue grows only when one of them is full.",
             "percentunit",
             (
                 Query(_rate("llm_engine_busy_seconds_total", window="1m"), "Engine"),
                 Query(
-                    f"{_sum(_select('llm_num_requests_running'))} / {_sum(_select('llm_max_num_requests_running'))}",
+                    f"{_mean_of_minute('llm_num_requests_running')} / {_sum(_select('llm_max_num_requests_running'))}",
                     "Running",
                 ),
-                Query(f"max({_select('llm_kv_cache_usage_perc')})", "KV-cache"),
+                Query(f"max(avg_over_time({_select('llm_kv_cache_usage_perc')}[1m]))", "KV-cache"),
             ),
             kind="bargauge",
             width=8,

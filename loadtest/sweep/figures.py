@@ -163,10 +163,11 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
         lines = [f"{limit} The limiting factor is {cause}."]
     for level in [level for level in sweep["levels"] if level["state"] == State.OVERLOADED][:1]:
         signs = [f"{level['shed'] / level['num_prompts']:.0%} of the requests are rejected"] if level["shed"] else []
-        if (waits := level["server_ms"].get("queue")) is not None:
-            signs.append(f"requests wait {number(waits)} ms in the queue on average")
-        why = ", ".join(signs) or "more and more requests are in flight"
-        lines.append(f"At {number(level['rate'])} requests/s the server is overloaded: {why}.")
+        if (median := level["median_e2el_ms"]) is not None:
+            alone = f", {number(1e3 * sweep['alone_seconds'])} ms alone" if "alone_seconds" in sweep else ""
+            signs.append(f"the median request takes {number(median)} ms{alone}")
+        signs = signs or ["no request was answered"]
+        lines.append(f"At {number(level['rate'])} requests/s the server is overloaded: {', '.join(signs)}.")
     if stable["highest"] is None:
         lines.append(f"No rate was stable, not even {number(stable['lowest_above'])} requests/s.")
     else:
