@@ -17,7 +17,7 @@ from model.system.c_library import end_with_parent
 # A longer gap between two checks means that the checking process itself was paused, as with a paused container.
 _MAX_CHECK_GAP_SECONDS = 1.0
 # Size of the values of a worker, 8 bytes for each.
-_NUM_BYTES = 64
+_NUM_BYTES = 72
 
 
 class Phase(IntEnum):
@@ -78,15 +78,17 @@ class WorkerState:
         self.epoch_seconds = c_double.from_buffer(memory, 8)
         self.num_killed = c_int.from_buffer(memory, 16)
         self.num_exited = c_int.from_buffer(memory, 24)
-        # Written by the worker: the epoch of the last worker that became ready (-1 before), and its heartbeats.
+        # Written by the worker: the epochs of the last worker that read its order and of the last that became ready
+        # (-1 before), and its heartbeats.
         self.ready_epoch = c_int.from_buffer(memory, 32)
         self.num_heartbeats = c_long.from_buffer(memory, 40)
         # Written by the first worker of the service: blocks of the KV-cache, which all other workers use too, and a
         # boolean. Main copies the number of blocks.
         self.num_blocks = c_int.from_buffer(memory, 48)
         self.has_standby_memory = c_int.from_buffer(memory, 56)
+        self.begun_epoch = c_int.from_buffer(memory, 64)
         if descriptor is None:
-            self.ready_epoch.value, self.has_standby_memory.value = -1, 1
+            self.begun_epoch.value, self.ready_epoch.value, self.has_standby_memory.value = -1, -1, 1
 
     def __del__(self) -> None:
         os.close(self.descriptor)

@@ -32,7 +32,7 @@ class WorkerProcess:
 
     def __init__(self, control: socket.socket, pid: int | None) -> None:
         self._socket, self._pid = control, pid
-        self._has_imported, self._has_order = False, False
+        self._has_imported = False
         self._exitcode: int | None = None
         self._is_reaped = False
 
@@ -74,18 +74,10 @@ class WorkerProcess:
         """Return whether the worker process runs and has completed its imports."""
         return self.exitcode is None and self._has_imported
 
-    def ended_as_standby(self) -> bool:
-        """Return whether the process, which has ended, had completed its imports but not read the message of `begin`.
-
-        Call once, after `begin`.
-        """
-        try:
-            self._socket.recv(1, socket.MSG_DONTWAIT)
-        except ConnectionResetError:  # the process's end of the socket was closed with the message unread
-            self._has_order = False
-        except BlockingIOError:  # a standby that it was forking still holds its end
-            pass
-        return self._has_imported and not self._has_order
+    @property
+    def has_ever_imported(self) -> bool:
+        """True if the worker process has completed its imports, even if it has ended since."""
+        return self._has_imported
 
     def begin(self, order: bytes, descriptors: Sequence[int], *, has_standby: bool) -> "WorkerProcess | None":
         """Send the worker process the message to load the model and serve. If the process has died, nothing is sent.
@@ -104,7 +96,6 @@ class WorkerProcess:
             standby = [theirs.fileno()] if has_standby else []
             adopt_orphans()
             socket.send_fds(self._socket, [b"b"], [memory.fileno(), *descriptors, *standby])
-            self._has_order = True
         if has_standby:
             return WorkerProcess(ours, pid=None)
         ours.close()

@@ -65,7 +65,7 @@ class WorkerSlot:
         """
         dead, state, now = self.process, self.state, self._clock()
         assert dead is not None
-        if dead.ended_as_standby():
+        if dead.has_ever_imported and state.begun_epoch.value < state.epoch.value:
             logger.warning("the standby worker died before it could replace %s; starting another worker", self.name)
             dead.close()
             return None

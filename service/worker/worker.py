@@ -135,6 +135,8 @@ def _receive_order(descriptor: int) -> list[int]:
         received = []
     if not received:  # main has closed its end
         os._exit(0)
+    shared = WorkerState(os.dup(received[1]))
+    shared.begun_epoch.value = shared.epoch.value
     name_thread("kvasir-worker")
     return received
 

@@ -25,7 +25,7 @@ class FakeProcess:
         self.is_standby = is_standby
         self.imported, self.is_forking = True, False
         self.num_begun = 0
-        self.never_began = False
+        self.has_ever_imported = False
         self._ours, self._theirs = socketpair()
         self.sentinel = self._ours.fileno()
 
@@ -34,9 +34,6 @@ class FakeProcess:
 
     def has_imported(self) -> bool:
         return self.is_alive() and self.imported
-
-    def ended_as_standby(self) -> bool:
-        return self.never_began
 
     def wait_for_fork(self) -> None:
         self.imported = self.imported or self.is_forking
@@ -291,7 +288,7 @@ def test_dead_workers_are_replaced_and_counted(bench: Bench) -> None:
 def test_a_standby_that_dies_with_the_worker_counts_as_no_restart(bench: Bench) -> None:
     bench.can_fork = False
     bench.check()
-    bench.started[0].never_began = True
+    bench.started[0].has_ever_imported = True
     bench.die()
     bench.die()
     assert bench.worker is bench.started[-1]

@@ -60,7 +60,7 @@ def test_worker_runs_its_order_with_the_shared_memory_and_the_channel(tmp_path: 
     assert worker.begin(order, [state.descriptor, channel.worker_end.fileno()], has_standby=False) is None
     report = channel._socket.recv(100)
     assert report.endswith(b"kvasir-worker " + str(os.getpriority(os.PRIO_PROCESS, 0)).encode())
-    assert state.num_heartbeats.value == worker.pid
+    assert (state.num_heartbeats.value, state.begun_epoch.value) == (worker.pid, 0)
     wait_until(lambda: worker.exitcode is not None)
     assert worker.exitcode == 7
     assert not worker.has_imported()
@@ -81,7 +81,6 @@ def test_worker_forks_a_standby_that_takes_its_place_and_forks_the_next(tmp_path
         wait_until(lambda: worker.exitcode is not None)  # noqa: B023 - the loop's worker
         pids.append(worker.pid)
         assert (state.num_heartbeats.value, worker.exitcode) == (worker.pid, 7)
-        assert not worker.ended_as_standby()
         worker.close()
         wait_until(standby.has_imported)
         process = psutil.Process(standby.pid)
@@ -131,20 +130,21 @@ def test_worker_that_dies_before_its_order_has_an_exit_code(tmp_path: Path) -> N
     worker.begin(b"late", [], has_standby=False)
     assert worker.exitcode == -signal.SIGKILL
     assert not worker.has_imported()
-    assert not worker.ended_as_standby(), "it died while it imported"
+    assert not worker.has_ever_imported
     worker.close()
     worker.close()
 
 
-def test_standby_that_was_killed_with_its_worker_does_not_read_its_order() -> None:
-    standby = WorkerProcess.start()
+def test_standby_that_was_killed_with_its_worker_does_not_begin() -> None:
+    standby, state, channel = WorkerProcess.start(), WorkerState(), Channel()
     wait_until(standby.has_imported)
     os.kill(standby.pid, signal.SIGSTOP)
-    standby.begin(b"never read", [], has_standby=False)
+    standby.begin(b"never read", [state.descriptor, channel.worker_end.fileno()], has_standby=False)
     os.kill(standby.pid, signal.SIGKILL)
     wait_until(lambda: standby.exitcode is not None)
-    assert standby.ended_as_standby()
+    assert (standby.has_imported(), standby.has_ever_imported, state.begun_epoch.value) == (False, True, -1)
     standby.close()
+    channel.close()
 
 
 def test_closed_worker_ends(tmp_path: Path) -> None:
