@@ -5,25 +5,29 @@ import logging
 import os
 import pickle
 import pkgutil
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from model.checkpoint.manifest import read_manifest
+from model.checkpoint.manifest import Manifest, read_manifest
+from model.io.files import CheckpointError
 from model.system.c_library import trim_heap
+from model.tokenizer.files import LateTokenizer
 from service.api.app import Frontend
 from service.config.settings import ServeSettings, SettingsError
-from service.http.api_keys import read_api_keys
+from service.http.api_keys import ApiKeys, read_api_keys
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, WorkerState
 from service.metrics.recorder import Metrics
-from service.preprocess.served_model import ServedModel, read_served_model
-from service.requests.adapters import loading_bytes
+from service.preprocess.served_model import ServedModel, read_adapters, read_served_model
+from service.requests.adapters import ServedAdapter, loading_bytes
 from service.requests.engine_worker import EngineWorker
 from service.supervisor.api_process import ApiServer
 from service.supervisor.supervisor import StartError, Supervisor, check_port
 from service.supervisor.worker_process import WorkerProcess
 from service.supervisor.worker_slot import WorkerSlot
 from service.telemetry.request_record import Observe, RequestLog
-from service.worker.worker import Worker, WorkerOrder, importable_name, stamps_of
+from service.worker.worker import VerifiedCheckpoint, Worker, WorkerOrder, importable_name, stamps_of
 
 if TYPE_CHECKING:
     from service.telemetry.traces import RequestTracer
@@ -49,37 +53,71 @@ def build_server(
     check_port(settings.host, settings.port)
     keys = read_api_keys(settings)
     manifest = read_manifest(settings.checkpoint)
-    served = read_served_model(settings, manifest, manifest.verify())
-    trim_heap()  # frees 63 MB, which the API process would inherit: parsed JSON of a tokenizer of 152,000 tokens
-    for warning in (*keys.warnings, *served.warnings()):
-        logger.warning("%s", warning)
+    manifest.check_files(has_hashes=False)
+    adapters = tuple(read_adapters(settings, manifest))
     lifecycle, num_workers = Lifecycle(main_pid=os.getpid()), settings.devices
-    metrics = Metrics(served.model_name, num_workers)
-    observers, tracer = make_observers(settings, served, metrics)
     workers = [EngineWorker(Channel(), WorkerState(), index) for index in range(num_workers)]
-    frontend = Frontend(settings, served=served, workers=workers, lifecycle=lifecycle, metrics=metrics)
-    api = ApiServer(
-        settings, frontend=frontend, workers=workers, keys=keys, lifecycle=lifecycle, observers=observers, tracer=tracer
-    )
-    listed = f"{num_workers} (device, threads and KV-cache: those of worker 0)" if num_workers > 1 else num_workers
-    order = WorkerOrder(
-        worker_class=importable_name(worker_class),
-        settings=settings,
-        manifest=manifest,
-        stamps=stamps_of(manifest.weight_files),
-        adapter_bytes=loading_bytes({adapter.key: adapter.num_bytes for adapter in served.adapters}.values()),
-        found={**served.setting_values(settings), "api_keys": keys, "devices": listed},
-        main_pid=lifecycle.main_pid,
-    )
-    slots = [_slot(dataclasses.replace(order, index=each.index), each) for each in workers]
-    slots[0].process = worker or _start_worker()
+    slots = _make_slots(settings, manifest, adapters, workers, importable_name(worker_class))
+    standby = _begin(slots[0], worker, has_standby=settings.standby)
+    try:
+        served = read_served_model(settings, manifest, manifest.verify(), adapters)
+        trim_heap()  # frees 63 MB, which the API process would inherit: parsed JSON of a tokenizer of 152,000 tokens
+        listed = f"{num_workers} (device, threads and KV-cache: those of worker 0)" if num_workers > 1 else num_workers
+        verified = VerifiedCheckpoint(
+            tokenizer=LateTokenizer(served.tokenizer, manifest.directory),
+            found={**served.setting_values(settings), "api_keys": keys, "devices": listed},
+        )
+        for slot in slots:
+            slot.confirm(pickle.dumps(verified))
+        for warning in (*keys.warnings, *served.warnings()):
+            logger.warning("%s", warning)
+        api = _make_api(settings, served, workers, keys, lifecycle)
+    except BaseException:
+        for process in (slots[0].process, standby):
+            if process is not None:
+                process.close()
+        for each in workers:
+            each.channel.close()
+        raise
     return Supervisor(
         lifecycle,
         slots=slots,
         start_worker=lambda is_standby: WorkerProcess.start(is_standby=is_standby),
         start_api=api.start,
         settings=settings,
+        standby=standby,
     )
+
+
+def _make_api(
+    settings: ServeSettings, served: ServedModel, workers: Sequence[EngineWorker], keys: ApiKeys, lifecycle: Lifecycle
+) -> ApiServer:
+    metrics = Metrics(served.model_name, len(workers))
+    observers, tracer = make_observers(settings, served, metrics)
+    frontend = Frontend(settings, served=served, workers=workers, lifecycle=lifecycle, metrics=metrics)
+    return ApiServer(
+        settings, frontend=frontend, workers=workers, keys=keys, lifecycle=lifecycle, observers=observers, tracer=tracer
+    )
+
+
+def _make_slots(
+    settings: ServeSettings,
+    manifest: Manifest,
+    adapters: Sequence[ServedAdapter],
+    workers: Sequence[EngineWorker],
+    worker_class: str,
+) -> list[WorkerSlot]:
+    with suppress(CheckpointError):  # `verify` raises the error
+        _ = manifest.placements  # for the workers, which get them with the manifest
+    order = WorkerOrder(
+        worker_class=worker_class,
+        settings=settings,
+        manifest=manifest,
+        stamps=stamps_of(manifest.weight_files),
+        adapter_bytes=loading_bytes({adapter.key: adapter.num_bytes for adapter in adapters}.values()),
+        main_pid=os.getpid(),
+    )
+    return [_slot(dataclasses.replace(order, index=each.index), each) for each in workers]
 
 
 def _slot(order: WorkerOrder, worker: EngineWorker) -> WorkerSlot:
@@ -89,6 +127,14 @@ def _slot(order: WorkerOrder, worker: EngineWorker) -> WorkerSlot:
         lambda process, has_standby: process.begin(content, descriptors, has_standby=has_standby),
         name=f"worker {worker.index}" if order.settings.devices > 1 else "the worker",
     )
+
+
+def _begin(slot: WorkerSlot, process: WorkerProcess | None, *, has_standby: bool) -> WorkerProcess | None:
+    """Let a process, None: a new one, load the model while main verifies the checkpoint. Return the standby."""
+    try:
+        return slot.begin(process or WorkerProcess.start(), has_standby=has_standby)
+    except OSError as error:
+        raise StartError(f"the worker process cannot be started: {error}") from error
 
 
 def make_observers(
@@ -122,10 +168,3 @@ def load_tracer(endpoint: str, model_name: str, metrics: Metrics) -> "RequestTra
             f"--otlp-endpoint needs {error.name}, which is not installed; run pip install 'kvasir[traces]', "
             "or remove --otlp-endpoint and unset OTEL_EXPORTER_OTLP_ENDPOINT"
         ) from None
-
-
-def _start_worker() -> WorkerProcess:
-    try:
-        return WorkerProcess.start()
-    except OSError as error:
-        raise StartError(f"the worker process cannot be started: {error}") from error

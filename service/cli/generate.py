@@ -26,7 +26,7 @@ def main(settings: GenerateSettings) -> int:
         file, names = generation_config_path(manifest.directory).name, ", ".join(defaults.ignored)
         print(f"kvasir generate: warning: {file}: unsupported keys, ignored: {names}", file=sys.stderr)
     submit = _submit(settings, tokenizer, defaults, context_length(settings, manifest.config))
-    engine, facts = build_engine(settings, manifest)
+    engine, facts = build_engine(settings, manifest, get_tokenizer=lambda: tokenizer)
     begun = time.monotonic()
     engine.submit(submit)
     finish = None

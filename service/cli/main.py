@@ -100,6 +100,7 @@ def _run(name: str, command: Command, argv: list[str], worker: WorkerProcess | N
                 raise config.SettingsError(
                     f"the command's package is not installed; run `make install` in a checkout of Kvasir ({error})"
                 ) from error
+            enable_garbage_collection()
             raise_on_interrupt()
             code = int(function(argv))
         else:
@@ -109,10 +110,8 @@ def _run(name: str, command: Command, argv: list[str], worker: WorkerProcess | N
             if isinstance(settings, config.ServeSettings):
                 reading += [threading.Thread(target=read_ahead, args=(settings.checkpoint,), daemon=True)]
                 reading[0].start()
-            gc.disable()  # imported modules are no garbage, and collection takes a tenth of the import time
             function = pkgutil.resolve_name(f"service.cli.{command.function}")
-            gc.freeze()
-            gc.enable()
+            enable_garbage_collection()
             raise_on_interrupt()
             for thread in reading:  # processes are forked while this process has one thread
                 thread.join()
@@ -137,6 +136,12 @@ def _run(name: str, command: Command, argv: list[str], worker: WorkerProcess | N
         if worker is not None:
             worker.close()
     return code
+
+
+def enable_garbage_collection() -> None:
+    """Let Python collect garbage, which `__main__` has switched off, except the objects of imported modules."""
+    gc.freeze()
+    gc.enable()
 
 
 def raise_on_interrupt() -> None:

@@ -36,7 +36,8 @@ class CommandSettings(BaseModel):
     """
 
     POSITIONAL: ClassVar[tuple[str, ...]] = ()
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # defer_build: of the settings of all commands, only those of one are validated in a process, and none in a worker.
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, defer_build=True)
 
 
 def _split_paths(value: Any) -> Any:

@@ -96,7 +96,9 @@ class ServedModel:
         return messages
 
 
-def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: Tokenizer) -> ServedModel:
+def read_served_model(
+    settings: ServeSettings, manifest: Manifest, tokenizer: Tokenizer, adapters: tuple[ServedAdapter, ...] = ()
+) -> ServedModel:
     """Read the checkpoint's chat template, special tokens and request defaults, and check that they can be used.
 
     Raises:
@@ -120,11 +122,11 @@ def read_served_model(settings: ServeSettings, manifest: Manifest, tokenizer: To
         chat_format=chat_format,
         special_tokens=texts,
         rerank=read_rerank_prompt(settings, tokenizer),
-        adapters=tuple(_read_adapters(settings, manifest)),
+        adapters=adapters,
     )
 
 
-def _read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[ServedAdapter]:
+def read_adapters(settings: ServeSettings, manifest: Manifest) -> Iterator[ServedAdapter]:
     """Yield the adapters of --lora, read whole and checked.
 
     Raises SettingsError if an adapter has a name or alias of the base model, and CheckpointError for unusable files.
@@ -168,7 +170,8 @@ def _chat(
         return None, ChatFormat()
     try:
         with closing(TemplateProcess(template.source)) as process:
-            process.render(None)
+            if template.source != PLAIN_SOURCE:  # a file's template is untrusted, and may not compile
+                process.render(None)
             form = read_chat_format(
                 *(template, process, tokenizer),
                 tool_format=settings.tool_format,

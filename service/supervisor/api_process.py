@@ -113,6 +113,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
                     count=self._frontend.count_error,
                     report=self._report,
                 ),
+                ws="none",
                 **({"log_config": None} if self._settings.log_format == "json" else {}),  # uvicorn's own: text
             )
         return processes[0]

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Interval of heartbeat checks. The kernel reports the end of a process at once.
 _CHECK_SECONDS = 0.5
 # Interval of checks while the first workers start, and while the service drains.
-_SHORT_CHECK_SECONDS = 0.02
+_SHORT_CHECK_SECONDS = 0.005
 # A later start may take this many times as long as the first start, in addition to --hang-seconds.
 _SLOWEST_START = 10.0
 # Deaths of standby workers, or failed starts, after which no further standby is started.
@@ -51,7 +51,8 @@ class Supervisor:
     """Supervisor of the API process, the workers, and the standby that replaces the next worker that dies.
 
     Args:
-        slots: slots of the workers. The first has a process, which has been started and is importing torch.
+        slots: slots of the workers. The first worker has begun.
+        standby: standby that the first worker forks; None: it forks none.
         start_worker: starts another worker process; with True a standby, which imports torch at low priority.
     """
 
@@ -63,6 +64,7 @@ class Supervisor:
         start_worker: Callable[[bool], WorkerProcess],
         start_api: Callable[[], BaseProcess],
         settings: ServeSettings,
+        standby: WorkerProcess | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lifecycle = lifecycle
@@ -71,7 +73,7 @@ class Supervisor:
         self._settings = settings
         self._clock = clock
         self._api: BaseProcess | None = None
-        self._standby: WorkerProcess | None = None
+        self._standby = standby
         self._num_standby_deaths = 0
         self._start_seconds = 0.0  # duration of the first worker's start
         self._api_watchdog = Watchdog(lambda: lifecycle.num_api_beats.value, clock=clock)
@@ -111,12 +113,9 @@ class Supervisor:
         The first starts alone: it reports settings that cannot be used, compiles kernels, and sizes the KV-cache.
         """
         first, *others = self._slots
-        assert first.process is not None
-        began = self._clock()
-        self._standby = first.begin(first.process, has_standby=self._wants_standby())
         if not self._wait_until_ready([first]):
             return False
-        self._start_seconds = self._clock() - began
+        self._start_seconds = self._clock() - first.state.epoch_seconds.value
         for slot in others:
             slot.state.num_blocks.value = first.state.num_blocks.value
             self._start_in(slot)

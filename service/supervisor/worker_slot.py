@@ -45,6 +45,7 @@ class WorkerSlot:
         self._watchdog = Watchdog(lambda: state.signs, clock=clock)
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS_A_MINUTE)
         self._hung: WorkerProcess | None = None  # process that was killed because it hung
+        self._verified: bytes | None = None  # pickled `VerifiedCheckpoint`
 
     @property
     def exitcode(self) -> int | None:
@@ -55,7 +56,16 @@ class WorkerSlot:
         """Let a process serve as this slot's worker. Return the standby that the process forks first, if wanted."""
         self.process = process
         self.state.epoch_seconds.value = self._clock()
-        return self._send_order(process, has_standby)
+        standby = self._send_order(process, has_standby)
+        if self._verified is not None:
+            process.send(self._verified)
+        return standby
+
+    def confirm(self, verified: bytes) -> None:
+        """Send the worker, and later its replacements, the pickled `VerifiedCheckpoint`, which they wait for."""
+        self._verified = verified
+        if self.process is not None:
+            self.process.send(verified)
 
     def record_death(self) -> str | None:
         """Count the death of the worker, whose replacement can then begin. Return a message if it must not be replaced.

@@ -4,8 +4,7 @@ import ctypes
 import dataclasses
 import logging
 import math
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,7 @@ from model.nn.matrix_kinds import GROUPED_BYTES, INT4_TEXT, QUANTIZED_BYTES, mat
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
+from model.tokenizer.interface import Tokenizer
 from service.config.settings import ModelSettings, SettingsError, context_length
 from service.engine.engine import Engine
 from service.engine.execution.gpu_setup import (
@@ -151,12 +151,17 @@ class _ResolvedSettings(NamedTuple):
 
 
 def build_engine(
-    settings: ModelSettings, manifest: Manifest, *, server: ServerNeeds | None = None
+    settings: ModelSettings,
+    manifest: Manifest,
+    *,
+    server: ServerNeeds | None = None,
+    get_tokenizer: Callable[[], Tokenizer] | None = None,
 ) -> tuple[Engine, EngineFacts]:
     """Load the model and build its engine. Native kernels are compiled first if they are missing.
 
     Args:
         server: facts about the server around this engine; None outside a server, such as for batch completion.
+        get_tokenizer: returns the checkpoint's tokenizer, called when the model is loaded; None: load the tokenizer.
 
     Raises:
         CheckpointError: the tensors cannot be read.
@@ -174,28 +179,24 @@ def build_engine(
         logger.warning("a slower path is used, because a faster one is not available: %s", fallback)
     device, dtype = resolved.context.device, resolved.context.dtype
     plan = _plan(server, settings, manifest, resolved)
-    num_blocks = 0 if server is None else server.num_blocks
+    num_blocks, num_workers = (0, 1) if server is None else (server.num_blocks, server.num_workers)
     if num_blocks and device.type != "cpu":
         needed = manifest.config.num_parameters * (dtype.itemsize if settings.quantize == "none" else 1)
         wait_for_device_memory(needed + num_blocks * resolved.block_bytes, partial(free_bytes, device.type))
     loaded = load_model(
         manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
-    with ThreadPoolExecutor(max_workers=1) as pool:  # packing leaves the interpreter to the tokenizer
-        loading = pool.submit(load_tokenizer, manifest.directory)
-        matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
-        fuse_for_gpu(loaded)
-        model = to_native(loaded)
-    tokenizer = loading.result()
+    matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
+    fuse_for_gpu(loaded)
+    model = to_native(loaded)
+    tokenizer = load_tokenizer(manifest.directory) if get_tokenizer is None else get_tokenizer()
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
     if not num_blocks:
         largest = _largest_step(settings, resolved)
         profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
-        num_workers = 1 if server is None else server.num_workers
         num_blocks = _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes, num_workers)
-    config = _engine_config(settings, num_blocks, resolved.max_context_length)
     engine = Engine(
-        *(model, tokenizer, config),
+        *(model, tokenizer, _engine_config(settings, num_blocks, resolved.max_context_length)),
         capture=capture,
         looks_ahead=None if settings.lookahead else False,
         read_adapter=partial(read_adapter, manifest=manifest),

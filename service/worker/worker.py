@@ -3,6 +3,7 @@
 A carrier thread sends the events of a step to the API process while the engine loop computes the next step.
 """
 
+import functools
 import gc
 import importlib
 import logging
@@ -20,10 +21,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from model.checkpoint.manifest import Manifest
 from model.system.c_library import end_with_parent, trim_heap
+from model.tokenizer.interface import Tokenizer
 from service.config import log_setup
 from service.config.log_setup import FIELDS
 from service.config.settings import ServeSettings, SettingsError, effective_settings, effective_values
@@ -75,8 +77,19 @@ class WorkerOrder:
     manifest: Manifest
     stamps: Stamps  # of the weight files, when the service started
     adapter_bytes: int  # memory in which the adapters of --lora are loaded
-    found: Mapping[str, object]  # values that main has chosen for "auto" settings, by name
     main_pid: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifiedCheckpoint:
+    """Content of main's second message to a worker process, which may be loading the model already.
+
+    Main sends the message when it has verified the checkpoint. Until then, a worker process reports no error, because
+    main's error may be the cause, and is not ready.
+    """
+
+    tokenizer: Tokenizer
+    found: Mapping[str, object]  # values that main has chosen for "auto" settings, by name
 
 
 def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
@@ -94,7 +107,6 @@ def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
     if os.getppid() != parent:
         os._exit(1)
     os.set_inheritable(descriptor, False)  # main notices the end of this process by the end of the socket
-    gc.disable()  # until it serves: imported modules are no garbage, and collection takes an eighth of the import time
     if is_standby:
         name_thread("kvasir-importer")
         importing = threading.Thread(target=_import_at_low_priority, name="importing")
@@ -113,32 +125,44 @@ def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
         memory, state, channel, *standby = received = _receive_order(descriptor)
     for inherited in standby:
         os.close(inherited)
-    with os.fdopen(memory, "rb") as file:
-        file.seek(0)
-        order: WorkerOrder = pickle.load(file)  # written by main
+    order: WorkerOrder = _read(memory)
     module, _, name = order.worker_class.partition(":")
     make: type[Worker] = getattr(importlib.import_module(module), name)
-    make(order, WorkerState(state), WorkerChannel(socket.socket(fileno=channel))).run()
+    make(order, WorkerState(state), WorkerChannel(socket.socket(fileno=channel)), descriptor).run()
 
 
 def _receive_order(descriptor: int) -> list[int]:
     """Send this process's id to main, wait for main's order to serve, and return the file descriptors in its message.
 
     They are the file of the pickled `WorkerOrder`, the shared memory, the channel and, only if a standby is wanted, the
-    standby's socket to main. If main closes its end of the socket instead, the process exits.
+    standby's socket to main.
     """
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as control:
-            control.send(str(os.getpid()).encode())
-            _, received, _, _ = socket.recv_fds(control, 1, _MAX_DESCRIPTORS)
-    except OSError:
-        received = []
-    if not received:  # main has closed its end
-        os._exit(0)
+    with suppress(OSError):  # main has closed its end
+        os.write(descriptor, str(os.getpid()).encode())
+    received = _receive(descriptor)
     shared = WorkerState(os.dup(received[1]))
     shared.begun_epoch.value = shared.epoch.value
     name_thread("kvasir-worker")
     return received
+
+
+def _receive(descriptor: int) -> list[int]:
+    """Wait for main's next message, and return its file descriptors. If main has closed its end, the process exits."""
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as control:
+            _, received, _, _ = socket.recv_fds(control, 1, _MAX_DESCRIPTORS)
+    except OSError:
+        received = []
+    if not received:
+        os._exit(0)
+    return received
+
+
+def _read(memory: int) -> Any:
+    """Return the object that main has pickled to a memory file."""
+    with os.fdopen(memory, "rb") as file:
+        file.seek(0)
+        return pickle.load(file)
 
 
 def _fork_standby(main_pid: int) -> bool:
@@ -171,12 +195,15 @@ def _fork_standby(main_pid: int) -> bool:
 
 
 class Worker:
-    """Worker process: builds the engine of its `WorkerOrder`, sends `WorkerReady`, and runs the engine loop."""
+    """Worker process: builds the engine of its `WorkerOrder`, sends `WorkerReady`, and runs the engine loop.
 
-    def __init__(self, order: WorkerOrder, state: WorkerState, channel: WorkerChannel) -> None:
+    control: file descriptor of the socket to main.
+    """
+
+    def __init__(self, order: WorkerOrder, state: WorkerState, channel: WorkerChannel, control: int) -> None:
         self.order = order
         self.settings, self.manifest = order.settings, order.manifest
-        self.state, self._channel = state, channel
+        self.state, self._channel, self._control = state, channel, control
 
     def run(self) -> NoReturn:
         """Build the engine and serve requests until the process ends."""
@@ -228,17 +255,25 @@ class Worker:
         try:
             import torch  # main imports this module too, and torch takes 2 s and 217 MiB
         except (ImportError, MemoryError, OSError) as error:  # a library that cannot be mapped is an ImportError
+            self.wait_until_verified()
             _end_start(error, is_memory=True)
         try:
             check_unchanged(self.order.stamps)
             engine, facts = self.build()
             check_unchanged(self.order.stamps)  # of a file that changed meanwhile, a part may have been loaded
             if self.order.index == self.state.epoch.value == 0:  # print the settings once, when all values are resolved
-                self._show_settings({**self.order.found, **facts.setting_values()})
+                self._show_settings({**self.wait_until_verified().found, **facts.setting_values()})
         except (ValueError, RuntimeError, MemoryError, OSError) as error:
+            self.wait_until_verified()
             is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _CPU_MEMORY in str(error)
             _end_start(error, is_memory=is_memory)
         return engine, facts
+
+    @functools.cache  # noqa: B019 (one worker per process)
+    def wait_until_verified(self) -> VerifiedCheckpoint:
+        """Wait until main has verified the checkpoint, and return what it has found."""
+        verified: VerifiedCheckpoint = _read(*_receive(self._control))
+        return verified
 
     def _show_settings(self, found: Mapping[str, object]) -> None:
         if self.settings.log_format == "json":
@@ -262,7 +297,12 @@ class Worker:
             num_workers=self.settings.devices,
             worker_index=self.order.index,
         )
-        engine, facts = build_engine(self.settings, self.manifest, server=server)
+        engine, facts = build_engine(
+            self.settings,
+            self.manifest,
+            server=server,
+            get_tokenizer=lambda: self.wait_until_verified().tokenizer,
+        )
         if not state.num_blocks.value:
             state.num_blocks.value = facts.num_blocks
             state.has_standby_memory.value = facts.has_standby

@@ -56,8 +56,11 @@ class Grammars:
         return list(self._matchers)
 
     def warm_up(self) -> None:
-        """Prepare the tokenizer's vocabulary for grammars, which may hold the GIL for about a second."""
-        self._compiling_thread.submit(getattr, self, "_vocabulary").result()
+        """Prepare the tokenizer's vocabulary for grammars, which may hold the GIL for about a second.
+
+        An error, such as of a tokenizer's file that is missing now, is reported by each sequence with a grammar.
+        """
+        wait([self._compiling_thread.submit(getattr, self, "_vocabulary")])
 
     def hold(self, submit: Submit) -> bool:
         """Hold a submission until its grammar is compiled, and return True; False if the submission need not wait.

@@ -1,6 +1,7 @@
 """Tokenizers that trigger bugs of the tokenizers library (panics, renumbered tokens, empty matches) are rejected."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 from model.io.files import CheckpointError
-from model.tokenizer.files import load_tokenizer
+from model.tokenizer.files import LateTokenizer, load_tokenizer
 from model.tokenizer.interface import TokenizerError
 from model.tokenizer.tokenizer_json import LibraryTokenizer
 from tests.model.tokenizer import makers
@@ -83,3 +84,18 @@ def test_continuing_subword_prefix_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(values))
     with pytest.raises(CheckpointError, match="the continuing_subword_prefix '##'"):
         load_tokenizer(tmp_path)
+
+
+def test_a_late_tokenizer_decodes_without_its_files_and_encodes_with_them(tmp_path: Path) -> None:
+    directory = makers.write(tmp_path, library(None, AddedToken("<x>")))
+    loaded, path = load_tokenizer(directory), directory / "tokenizer.json"
+    late: LateTokenizer = pickle.loads(pickle.dumps(LateTokenizer(loaded, directory)))
+    path.rename(tmp_path / "away")
+    assert [*map(late.token_bytes, range(5))] == [*map(loaded.token_bytes, range(5))]
+    assert [*map(late.format_token_name, range(5))] == [*map(loaded.format_token_name, range(5))]
+    assert (late.vocab_size, late.eos_token_ids) == (5, loaded.eos_token_ids)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        late.encode("ab")
+    (tmp_path / "away").rename(path)
+    assert late.encode("a<x>", parse_special=True) == [0, 4]
+    assert (late.decode([0, 2, 4]), late.find_token("b")) == (loaded.decode([0, 2, 4]), 1)

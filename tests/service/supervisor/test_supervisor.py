@@ -26,6 +26,7 @@ class FakeProcess:
         self.imported, self.is_forking = True, False
         self.num_begun = 0
         self.has_ever_imported = False
+        self.sent: list[bytes] = []
         self._ours, self._theirs = socketpair()
         self.sentinel = self._ours.fileno()
 
@@ -34,6 +35,9 @@ class FakeProcess:
 
     def has_imported(self) -> bool:
         return self.is_alive() and self.imported
+
+    def send(self, content: bytes) -> None:
+        self.sent.append(content)
 
     def wait_for_fork(self) -> None:
         self.imported = self.imported or self.is_forking
@@ -203,8 +207,11 @@ def test_a_port_is_taken_as_soon_as_a_service_has_opened_it() -> None:
 def test_standby_becomes_the_worker_and_forks_the_next_standby(bench: Bench) -> None:
     bench.check()
     assert bench.kinds == ["standby"], "the first worker has forked none"
+    bench.slots[0].confirm(b"verified")
+    assert bench.worker.sent == [b"verified"]
     bench.die()
     assert bench.worker is bench.started[0]
+    assert bench.worker.sent == [b"verified"]
     assert (bench.worker.num_begun, bench.state.epoch.value) == (1, 1)
     bench.state.ready_epoch.value = 1
     bench.check()
@@ -478,6 +485,7 @@ def starting_pair() -> Bench:
     bench.lifecycle.phase.value, bench.slots[1].process = Phase.STARTING, None
     for state in bench.states:
         state.ready_epoch.value = -1
+    bench.supervisor._standby = bench.slots[0].begin(bench.worker, has_standby=True)
     return bench
 
 

@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 600.0
 class Reporting:
     """Worker that writes a report to a file and exits with code 7."""
 
-    def __init__(self, order: Any, state: WorkerState, channel: Any) -> None:
+    def __init__(self, order: Any, state: WorkerState, channel: Any, control: int) -> None:
         self._order, self._state, self._channel = order, state, channel
 
     def run(self) -> None:

@@ -1,5 +1,7 @@
 """Engine loop: order of commands, one message per step, and errors for all requests after a failure."""
 
+import pickle
+import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +31,7 @@ from service.ipc.messages import (
     decode_commands,
     encode_commands,
 )
+from service.supervisor.worker_process import WorkerProcess
 from service.worker import engine_loop, worker
 from service.worker.engine_loop import EngineLoop
 from service.worker.worker import EXIT_SETTINGS, CheckpointChanged, Worker, stamps_of
@@ -321,6 +324,9 @@ class Refusing(Worker):
         self.state = SimpleNamespace(epoch_seconds=SimpleNamespace(value=0.0))
         self.order = SimpleNamespace(stamps={})
 
+    def wait_until_verified(self):
+        pass
+
     def build(self):
         computing, matrix = threading.Event(), torch.ones(1000, 1000)
 
@@ -345,21 +351,26 @@ def test_a_failed_start_is_one_line_while_a_thread_computes() -> None:
 def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The error is reported when main has sent its second message: an error of main comes first."""
     weights = tmp_path / "model.gguf"
     weights.write_bytes(b"old")
+    ours, theirs = socket.socketpair()
+    WorkerProcess(ours, pid=None).send(pickle.dumps("verified"))
 
     class Overtaken(Worker):
         def __init__(self) -> None:
             self.order: Any = SimpleNamespace(stamps=stamps_of([weights]))
-            self.lifecycle: Any = SimpleNamespace(epoch=SimpleNamespace(value=1))
+            self._control = theirs.fileno()
 
         def build(self) -> Any:
             weights.write_bytes(b"newer")
             return None, None
 
     def end(error: Exception, *, is_memory: bool) -> None:
+        with pytest.raises(BlockingIOError):
+            theirs.recv(1, socket.MSG_DONTWAIT)
         raise error
 
     monkeypatch.setattr(worker, "_end_start", end)
-    with pytest.raises(CheckpointChanged, match=r"model\.gguf has changed since the service started"):
+    with ours, theirs, pytest.raises(CheckpointChanged, match=r"model\.gguf has changed since the service started"):
         Overtaken()._build_or_exit()
