@@ -23,10 +23,11 @@ from locust.exception import StopUser
 from locust.runners import LocalRunner
 
 from loadtest.client import report
+from loadtest.client.arrivals import add_arrival_arguments, arrivals_from_arguments
 from loadtest.client.canaries import Canaries
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.sse_client import CompletionClient, Target, discover
-from loadtest.client.workload import LoadRequest, add_workload_arguments, arrivals, spec_from_arguments
+from loadtest.client.workload import add_workload_arguments, spec_from_arguments
 from loadtest.measurement.benchmark_program import MeasurementFailed, add_options, provenance, write_result
 
 log = logging.getLogger("loadtest")
@@ -41,10 +42,9 @@ class LoadSession:
         self.client = CompletionClient(target, timeout_seconds=options.request_timeout)
         self.model: str = options.model or discovered
         canaries = Canaries.ask(partial(self.client.complete, model=self.model), workload, options.canary_share)
-        own = map(workload.request, itertools.islice(itertools.count(), options.requests))
-        self.requests = canaries.mix(own, options.seed)
+        self.requests = canaries.mix(itertools.islice(workload, options.requests), options.seed)
         self.began_seconds, self.began_cpu_seconds = time.perf_counter(), time.process_time()
-        self.offsets = None if options.rate is None else arrivals(options.rate, options.seed)
+        self.offsets = None if options.rate is None else arrivals_from_arguments(options)
         self.outcomes: list[Outcome] = []
 
 
@@ -70,13 +70,13 @@ class CompletionUser(User):
             gevent.sleep(max(0.0, intended - time.perf_counter()))
         outcome = session.client.complete(request, model=session.model, intended_seconds=intended)
         session.outcomes.append(outcome)
-        self.record(outcome)
+        self.record(outcome, request.path)
         if session.offsets is None:
             gevent.sleep(outcome.retry_after_seconds)
         if options is not None and len(session.outcomes) == options.requests:
             signal.raise_signal(signal.SIGTERM)  # to locust's handler, which reports and ends the program
 
-    def record(self, outcome: Outcome) -> None:
+    def record(self, outcome: Outcome, path: str) -> None:
         """Report the E2E latency, TTFT, TPOT and each ITL of one request to locust, as separate request types."""
         ending = outcome.ending
         failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
@@ -88,7 +88,7 @@ class CompletionUser(User):
             if seconds is not None:
                 self.environment.events.request.fire(
                     request_type=row,
-                    name=LoadRequest.path,
+                    name=path,
                     response_time=1e3 * seconds,
                     response_length=len(outcome.text) if row == kind else 0,
                     exception=failure if row == kind else None,
@@ -104,6 +104,7 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     group = parser.add_argument_group("Completions")
     text = "open loop: requests per second, sent at random times; each user has at most one request at a time"
     add_options(group, {"rate": (None, text), "request-timeout": (120.0, "timeout of a request in seconds")})
+    add_arrival_arguments(group)
     group.add_argument("--model", help="model id to request (default: the first of /v1/models)")
     group.add_argument("--requests", type=int, metavar="N", help="end the run after N requests, or after --run-time")
     group.add_argument(

@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import ClientKind, LoadRequest, Workload
+from loadtest.client.outcome import ClientKind, Ending, Outcome
+from loadtest.client.requests import LoadRequest
+from loadtest.client.workload import Workload, WorkloadKind
 from loadtest.measurement.benchmark_program import MeasurementFailed
 
 _NUM_QUESTIONS, _ANSWER_TOKENS = 4, 16
@@ -27,7 +28,9 @@ class Canaries:
         """
         known = []
         for number in range(_NUM_QUESTIONS if share > 0.0 else 0):
-            question = replace(workload.request(-1 - number), temperature=0.0, client=ClientKind.STREAMING)
+            question = replace(
+                workload.request(-1 - number, WorkloadKind.FIXED), temperature=0.0, client=ClientKind.STREAMING
+            )
             question = replace(question, cancel_after=None, max_tokens=min(question.max_tokens, _ANSWER_TOKENS))
             answers = [send(question) for _ in range(2)]
             for answer in answers:

@@ -3,6 +3,7 @@
 Ordinary HTTP clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
 """
 
+import codecs
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -21,10 +23,12 @@ import msgspec
 from gevent import socket
 
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import LoadRequest, Passages, Workload, WorkloadSpec, tales
+from loadtest.client.requests import LoadRequest
+from loadtest.client.workload import Passages, Workload, WorkloadSpec, tales
 
 # For a service without `/tokenize`. A sentence full of names may have more than twice the expected tokens.
 _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
+_THOUGHTS = ("reasoning_content", "reasoning")  # texts of a reasoning model before its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +81,30 @@ def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
     """Return the id of a service's model, and the workload with prompt lengths in tokens of that model.
 
     The service's `/tokenize` counts the tokens. Without `/tokenize`, a token counts as four characters. The context
-    length in `/v1/models`, if any, replaces that of `spec`. Raises `OSError` if the service cannot be reached.
+    length in `/v1/models`, if any, replaces that of `spec`. Both are read as vLLM and as llama.cpp write them. Raises
+    `OSError` if the service cannot be reached.
     """
     listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
     with suppress(urllib.error.HTTPError):
-        tokenized = target.fetch_json("/tokenize", {"prompt": text, "return_token_strs": True})
+        question = {"prompt": text, "return_token_strs": True} | {"content": text, "with_pieces": True}
+        tokenized = target.fetch_json("/tokenize", question)
     try:
-        passages = Passages(text, tokenized.get("token_strs") or [])
+        passages = Passages(text, _token_strs(tokenized))
     except ValueError:  # no strings, or strings that do not spell the text: use tokens of equal length
         count = tokenized.get("count", len(text) // _CHARS_PER_TOKEN)
         ends = [number * len(text) // count for number in range(count + 1)]
         guess = [text[start:end] for start, end in itertools.pairwise(ends)]
         passages = Passages(text, guess, overshoot=_OVERSHOOT)
-    limit = listed.get("max_model_len") or spec.max_context_tokens
+    limit = listed.get("max_model_len") or (listed.get("meta") or {}).get("n_ctx") or spec.max_context_tokens
     return listed["id"], Workload(replace(spec, max_context_tokens=limit), passages)
+
+
+def _token_strs(tokenized: Mapping[str, Any]) -> list[str]:
+    """Return the texts of the tokens: `token_strs` of vLLM, or the pieces of llama.cpp; empty if there are none."""
+    pieces = [token["piece"] for token in tokenized.get("tokens", ()) if isinstance(token, Mapping)]
+    decoder = codecs.getincrementaldecoder("utf-8")()  # a piece that is no whole character comes as bytes
+    texts = [piece if isinstance(piece, str) else decoder.decode(bytes(piece)) for piece in pieces]
+    return tokenized.get("token_strs") or texts
 
 
 class SseParser:
@@ -120,6 +134,7 @@ class CompletionReader:
         intended = now if intended_seconds is None else intended_seconds
         self.request = request
         self.outcome = Outcome(index=request.index, client=request.client, intended_seconds=intended, sent_seconds=now)
+        self.outcome.kind = request.kind
         self.status: int | None = None
         self.is_complete = False
         self.is_reusable = False  # True if the connection can carry another request
@@ -195,15 +210,32 @@ class CompletionReader:
                 message = choice.get("delta") or choice.get("message") or choice
                 text = str(message.get("content") or message.get("text") or "")
                 outcome.text += text
-                if self._sse is not None and (text or choice.get("token_ids")):
+                calls = message.get("tool_calls") or ()
+                self._add_calls(calls)
+                is_thought = any(map(message.get, _THOUGHTS))
+                if self._sse is not None and (text or calls or is_thought or choice.get("token_ids")):
                     outcome.chunk_seconds.append(self._now)
                 if choice.get("finish_reason") is not None:
                     self._finish_reasons.append(choice["finish_reason"])
             if (usage := completion.get("usage")) is not None:
                 self._has_usage = True
-                outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                outcome.prompt_tokens = usage["prompt_tokens"]
+                outcome.completion_tokens = usage.get("completion_tokens", 0)  # an embedding has none
+            for each in completion.get("data", ()):
+                outcome.embedding_size = len(each["embedding"])
         except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._broken = f"not a completion: {error}"
+
+    def _add_calls(self, calls: Iterable[Mapping[str, Any]]) -> None:
+        """Add the tool calls of a message, or their parts in an event, to the outcome."""
+        known = self.outcome.tool_calls
+        for number, part in enumerate(calls):
+            if part.get("index", number) >= len(known):
+                known.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            call, function = known[part.get("index", number)], part.get("function") or {}
+            call["id"] = part.get("id") or call["id"]
+            for name in ("name", "arguments"):
+                call["function"][name] += function.get(name) or ""
 
     def end(self, ending: Ending, detail: str) -> Outcome:
         """End the request now with this result and this explanation, and return its completed outcome."""
@@ -240,7 +272,7 @@ class CompletionReader:
         breaches = {
             str(self._broken): self._broken is not None,
             "a stream without [DONE]": not self._saw_done,
-            f"{len(reasons)} finish reasons": len(reasons) != 1,
+            f"{len(reasons)} finish reasons": len(reasons) != self.request.num_choices,
             "no usage": not self._has_usage,
             f"{count} tokens where at most {limit} were asked for": count > limit,
             f"finish reason length after {count} of {limit} tokens": "length" in reasons and count < limit,
@@ -249,6 +281,8 @@ class CompletionReader:
         expected = self.request.expected
         if not breach and expected not in (None, self.outcome.text):
             return Ending.CHANGED, f"{self.outcome.text[:40]!r} instead of {expected[:40]!r}"
+        if not breach and (flaw := self.request.flaw(self.outcome)):
+            return Ending.INVALID, flaw
         return Ending.CONTRACT if breach else Ending.OK, breach
 
 
@@ -287,11 +321,14 @@ class CompletionClient:
         try:
             with gevent.Timeout(self._timeout_seconds, TimeoutError):
                 self._send("\r\n".join(lines).encode("ascii") + body, reader)
-            return reader.finish()
+            outcome = reader.finish()
         except TimeoutError:
-            return reader.end(Ending.TIMEOUT, f"the response did not end within {self._timeout_seconds:g} s")
+            outcome = reader.end(Ending.TIMEOUT, f"the response did not end within {self._timeout_seconds:g} s")
         except (OSError, httptools.HttpParserError) as error:
-            return reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+            outcome = reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+        if reader.request.on_end is not None:
+            reader.request.on_end(reader.request, outcome)
+        return outcome
 
     def close(self) -> None:
         """Close the idle connections. The connection of a request in progress stays open."""

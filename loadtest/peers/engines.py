@@ -18,7 +18,8 @@ from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from loadtest.client.workload import LoadRequest, random_prompt
+from loadtest.client.requests import LoadRequest
+from loadtest.client.workload import random_prompt
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.measurement.model_shapes import shape_config, write_random_checkpoint
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, kvasir_serve

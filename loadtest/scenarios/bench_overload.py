@@ -24,10 +24,11 @@ import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from loadtest.client.arrivals import arrivals
 from loadtest.client.outcome import LoadRun
 from loadtest.client.report import Slo, summarize
 from loadtest.client.sse_client import CompletionClient, discover
-from loadtest.client.workload import WorkloadKind, WorkloadSpec, arrivals
+from loadtest.client.workload import WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
 from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, run_open, serve_settings
 

@@ -11,8 +11,8 @@ from typing import Any
 import gevent
 
 from loadtest.client.outcome import Outcome
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, CompletionReader
-from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import run_program, show
 from loadtest.measurement.figures import spread
 from loadtest.scenarios.service_benchmark import ServiceProcess, check_success, kvasir_serve

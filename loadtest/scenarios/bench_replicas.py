@@ -25,8 +25,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.report import Slo, summarize
+from loadtest.client.requests import ChatRequest, LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target, discover
-from loadtest.client.workload import ChatRequest, LoadRequest, Workload, WorkloadKind, WorkloadSpec
+from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import ForeignWork, MeasurementFailed, run_program, show
 from loadtest.measurement.figures import ratio_spread
 from loadtest.scenarios.service_benchmark import ServiceProcess, cpu_seconds, kvasir_serve, run_closed

@@ -14,8 +14,8 @@ import gevent
 import psutil
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target
-from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from service.config.settings import ServeSettings, read_settings
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from loadtest.client.arrivals import arrivals
 from loadtest.client.outcome import Ending, LoadRun
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target
-from loadtest.client.workload import LoadRequest, arrivals
 from loadtest.scenarios.service_benchmark import run_closed, run_open
 from tests.loadtest.stub_server import Script, StubServer
 

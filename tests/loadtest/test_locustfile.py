@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from loadtest.client.workload import arrivals
+from loadtest.client.arrivals import arrivals
 from tests.loadtest.stub_server import Script, StubServer
 
 ROOT = Path(__file__).parents[2]
