@@ -166,7 +166,7 @@ class ToolRequest(ChatRequest):
         function = {"name": "get_weather", "description": text, "parameters": schema_of(Weather)}
         body = ChatRequest.body(self, model) | {"tools": [{"type": "function", "function": function}]}
         if not self.calls:
-            return body | {"tool_choice": "required"}
+            return body | {"tool_choice": "required", "parallel_tool_calls": False}
         answer = {"role": "assistant", "content": "", "tool_calls": self.calls}
         result = json.dumps([{"day": day, "sun_hours": (self.seed + day) % 12} for day in range(3)])
         results = [{"role": "tool", "tool_call_id": call["id"], "content": result} for call in self.calls]

@@ -3,7 +3,6 @@
 Ordinary HTTP clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
 """
 
-import codecs
 import itertools
 import json
 import os
@@ -85,8 +84,10 @@ def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
     `OSError` if the service cannot be reached.
     """
     listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
+    question: dict[str, Any] = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+    if listed.get("owned_by") == "llamacpp":
+        question = {"content": text, "with_pieces": True}
     with suppress(urllib.error.HTTPError):
-        question = {"prompt": text, "return_token_strs": True} | {"content": text, "with_pieces": True}
         tokenized = target.fetch_json("/tokenize", question)
     try:
         passages = Passages(text, _token_strs(tokenized))
@@ -101,10 +102,8 @@ def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
 
 def _token_strs(tokenized: Mapping[str, Any]) -> list[str]:
     """Return the texts of the tokens: `token_strs` of vLLM, or the pieces of llama.cpp; empty if there are none."""
-    pieces = [token["piece"] for token in tokenized.get("tokens", ()) if isinstance(token, Mapping)]
-    decoder = codecs.getincrementaldecoder("utf-8")()  # a piece that is no whole character comes as bytes
-    texts = [piece if isinstance(piece, str) else decoder.decode(bytes(piece)) for piece in pieces]
-    return tokenized.get("token_strs") or texts
+    pieces = [str(token["piece"]) for token in tokenized.get("tokens", ()) if isinstance(token, Mapping)]
+    return tokenized.get("token_strs") or pieces
 
 
 class SseParser:

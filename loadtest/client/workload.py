@@ -31,7 +31,7 @@ TALES_PATH = Path(__file__).with_name("tales.txt")
 # Tokens of a prompt beyond its wanted length: its first word lacks a space, and a special token may come first.
 _PROMPT_SLACK = 4
 NUM_PREFIXES, PREFIX_SHARE = 4, 0.75
-_JSON_TOKENS = 128  # of a tool call, or of an answer in JSON, whose schemas bound their lengths
+_JSON_TOKENS = 96  # of a tool call, or of an answer in JSON, whose schemas bound their lengths
 _TURN_STRIDE = 7_919  # between the passages of a conversation
 
 
@@ -49,8 +49,13 @@ class WorkloadKind(StrEnum):
     EMBEDDINGS = "embeddings"
 
 
-# Tokens of a prompt besides its text: chat template, definition of the tool, its call and result.
-_OVERHEAD = {WorkloadKind.CHAT: 32, WorkloadKind.MULTI_TURN: 32, WorkloadKind.STRUCTURED: 128, WorkloadKind.TOOLS: 320}
+# Characters of a prompt besides its text: chat template, definition of the tool, its call and result.
+_OVERHEAD = {
+    WorkloadKind.CHAT: 120,
+    WorkloadKind.MULTI_TURN: 120,
+    WorkloadKind.STRUCTURED: 480,
+    WorkloadKind.TOOLS: 1500,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,8 +124,11 @@ class Passages:
 
 
 def tales() -> str:
-    """Return Grimm's tales with single spaces between words: the text from which all prompts are cut."""
-    return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
+    """Return Grimm's tales with single spaces between words: the text from which all prompts are cut.
+
+    Dashes become hyphens, so that every token is text: a server shows a token within a character in its own way.
+    """
+    return " ".join(TALES_PATH.read_text(encoding="utf-8").replace("\N{EM DASH}", "-").split())
 
 
 def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
@@ -166,11 +174,12 @@ class Workload:
             "temperature": spec.temperature,
             "seed": rng.randrange(1 << 31),
         }
-        room = self.room(output) - _OVERHEAD.get(kind, 0)
+        overhead = int(_OVERHEAD.get(kind, 0) / self.passages.chars_per_token)
+        room = self.room(output) - overhead
         prompt = max(1, min(prompt, room))
         text = self._prompt(index, prefix, prompt)
         if kind in (WorkloadKind.CHAT, WorkloadKind.MULTI_TURN):
-            later = self._later(rng, index, room - prompt) if kind is WorkloadKind.MULTI_TURN else []
+            later = self._later(rng, index, room - prompt, overhead) if kind is WorkloadKind.MULTI_TURN else []
             return ConversationRequest(prompt=[text], later=later, ignore_eos=spec.ignore_eos, **common)
         if kind is WorkloadKind.STRUCTURED:
             common |= {"prompt": [f"{text}\nPlan a visit. Answer in JSON."], "max_tokens": _JSON_TOKENS}
@@ -207,12 +216,12 @@ class Workload:
             prompt, output = (max(1, round(rng.lognormvariate(math.log(m), sigma))) for m in (prompt, output))
         return prompt, output, rng.randrange(NUM_PREFIXES) if kind is WorkloadKind.SHARED_PREFIX else None
 
-    def _later(self, rng: random.Random, index: int, room: int) -> list[LaterTurn]:
+    def _later(self, rng: random.Random, index: int, room: int, overhead: int) -> list[LaterTurn]:
         """Return the turns of a conversation after the first, as many as `turns`, or as fit into the context."""
         spec, turns = self.spec, list[LaterTurn]()
         while len(turns) < spec.turns - 1:
             prompt, output, _ = self._lengths(rng, WorkloadKind.MULTI_TURN)
-            room -= prompt + output + _OVERHEAD[WorkloadKind.MULTI_TURN]
+            room -= prompt + output + overhead
             if room < 0:
                 break
             text = self.passage(index + _TURN_STRIDE * (len(turns) + 1), prompt)
