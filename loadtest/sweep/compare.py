@@ -60,10 +60,8 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: floa
             if rate is not None and other_rate is not None and abs(other_rate / rate - 1) > _SAME_RATE:
                 continue
             change = new.value / old.value - 1
-            # The relative errors of a ratio's two sides add like independent errors.
-            margin = (1 + change) * math.hypot(
-                *((each.high - each.low) / 2 / each.value for each in (old, new) if each.value)
-            )
+            # Of the difference: a ratio's own interval says nothing where the old figure is uncertain and small.
+            margin = math.hypot(*((each.high - each.low) / 2 for each in (old, new))) / old.value
             is_worse = (change < 0) == old.is_rate
             verdict = Verdict.SAME
             if abs(change) > tolerance:
