@@ -97,7 +97,6 @@ performance: bench ## benchmark engine and service, and write docs/performance.m
 	$(BIN)/python -m loadtest.scenarios.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
 	$(BIN)/python -m loadtest.scenarios.bench_frontend --checkpoint $(CHECKPOINT) --out docs/results/frontend.json
 	$(BIN)/python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
-	$(BIN)/python -m loadtest.scenarios.bench_scaling --checkpoint $(CHECKPOINT) --out docs/results/scaling.json
 	$(BIN)/python -m loadtest.docgen.pages performance
 
 peers: install ## benchmark Kvasir and other engines, each in its own environment (resumable; the first run installs 5 GB and compiles for 10 minutes)

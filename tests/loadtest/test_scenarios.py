@@ -7,13 +7,11 @@ from typing import Any
 import psutil
 import pytest
 
-from loadtest.scenarios import bench_frontend, bench_overload, bench_recovery, bench_service
+from loadtest.scenarios import bench_frontend, bench_overload, bench_service
 from loadtest.scenarios.bench_frontend import InstantEngine
-from loadtest.scenarios.bench_recovery import pause_after
 from loadtest.scenarios.service_benchmark import cpu_seconds
 from service.ipc.messages import FinishReason
 from tests.service.sequences import make_submit
-from tests.tiny_model import save_tiny_checkpoint
 
 
 def run(program: Any, checkpoint: Path, out: Path, *arguments: str) -> dict[str, Any]:
@@ -63,20 +61,6 @@ def test_bench_service_measures_start_idle_processes_and_both_throughputs(checkp
         pairs = zip(level["http_tokens_per_second"]["values"], level["engine_tokens_per_second"]["values"], strict=True)
         assert level["ratio"]["values"] == pytest.approx([http / engine for http, engine in pairs])
         assert level["http_ttft_ms"]["p50"] > 0
-
-
-@pytest.mark.slow
-def test_bench_recovery_kills_the_worker_and_streams_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams are long, so that they still run when the worker is killed, even on a slow machine."""
-    checkpoint = save_tiny_checkpoint(tmp_path / "long", max_context_length=2048)
-    monkeypatch.setattr(bench_recovery, "_SETTLE_SECONDS", 0.5)
-    arguments = ["--streams", "2", "--output-tokens", "1200", "--repeats", "1", "--", "--threads", "1"]
-    result = run(bench_recovery, checkpoint, tmp_path / "recovery.json", *arguments)
-    assert [setting["setting"] for setting in result["settings"]] == ["--standby", "--no-standby"]
-    for setting in result["settings"]:
-        (level,) = setting["levels"]
-        assert (level["num_texts"], level["num_texts_changed"]) == (2, 0)
-        assert 0 < level["first_stream_goes_on_seconds"]["median"] <= level["last_stream_goes_on_seconds"]["median"]
 
 
 @pytest.mark.slow
@@ -142,10 +126,6 @@ def test_the_instant_engine_returns_each_token_and_one_finish() -> None:
     engine.cancel("c")
     assert not engine.has_work
     assert received == {"a": [0], "b": [0] * 3, "c": [0] * 4}
-
-
-def test_the_pause_ends_with_the_longest_gap_after_the_kill() -> None:
-    assert pause_after(10.0, [9.0, 9.9, 10.1, 12.5, 12.6]) == pytest.approx(2.5)
 
 
 def test_cpu_time_of_processes_comes_from_the_operating_system() -> None:
