@@ -25,6 +25,7 @@ from loadtest.measurement.benchmark_program import (
     CommandParser,
     MeasurementFailed,
     add_options,
+    new_run,
     read_arguments,
     run_benchmark,
 )
@@ -204,9 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     sweeping = commands.add_parser("sweep", help=text, description=sweep.__doc__)
     sweeping.add_argument("--url", required=True, help="URL of the server, for example http://127.0.0.1:8000")
     sweeping.add_argument("--model", help="model id to request (default: the first of /v1/models)")
-    sweeping.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="output file; the report is written beside it, as .html and .md"
-    )
+    text = "JSON file, or a directory in which each run gets one; the report is written beside it, as .html and .md"
+    sweeping.add_argument("--out", type=Path, metavar="PATH", help=text)
     text = "measure these rates, in requests per second, instead of searching; equal rates can be compared"
     sweeping.add_argument("--rates", type=float, nargs="+", metavar="RATE", help=text)
     add_options(sweeping, _OPTIONS)
@@ -222,10 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name a command: sweep, compare")
     if arguments.command == "compare":
         return run_compare(arguments)
-    code = run_benchmark(sweeping, arguments, lambda: sweep(arguments), prints_json=False)
-    if code != 2 and arguments.out is not None and arguments.out.is_file():
-        print(*write_report(arguments.out), sep="\n")
-    return code
+    if arguments.out is not None and arguments.out.suffix != ".json":
+        arguments.out = new_run(arguments.out, "sweep")
+    return run_benchmark(sweeping, arguments, lambda: sweep(arguments), prints_json=False, report=write_report)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,7 @@ def test_bench_overload_runs_every_load(checkpoint: Path, tmp_path: Path) -> Non
     arguments += ["--output-tokens", "16", "--", "--threads", "1", "--max-num-running", "4"]
     arguments += ["--target-queue-seconds", "0.05"]
     result = run(bench_overload, checkpoint, tmp_path / "overload.json", *arguments)
+    assert "seconds since the first request" in (tmp_path / "overload.html").read_text()
     assert [load["label"] for load in result["loads"]] == ["saturation", "overload", "saturation again"]
     assert [load["failures"] for load in result["loads"]] == [{}, {}, {}]
     assert all(load["completed"] > 0 for load in result["loads"])
