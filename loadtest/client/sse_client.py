@@ -21,6 +21,7 @@ import httptools
 import msgspec
 from gevent import socket
 
+from loadtest.client.http1 import ResponseReader, request_bytes
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.requests import LoadRequest
 from loadtest.client.workload import Passages, Workload, WorkloadSpec, tales
@@ -125,23 +126,17 @@ class SseParser:
         return [b"\n".join(values) for values in fields if values]
 
 
-class CompletionReader:
-    """Parser of the HTTP response to one completion request, without I/O: takes bytes and fills in the `Outcome`."""
+class CompletionReader(ResponseReader):
+    """Reader of the response to one completion request: takes bytes and fills in the `Outcome`."""
 
     def __init__(self, request: LoadRequest, intended_seconds: float | None = None) -> None:
-        now = time.perf_counter()
+        super().__init__(now := time.perf_counter())
         intended = now if intended_seconds is None else intended_seconds
         self.request = request
         self.outcome = Outcome(index=request.index, client=request.client, intended_seconds=intended, sent_seconds=now)
         self.outcome.kind = request.kind
-        self.status: int | None = None
-        self.is_complete = False
-        self.is_reusable = False  # True if the connection can carry another request
-        self._http = httptools.HttpResponseParser(self)
-        self._headers: dict[str, str] = {}
         self._sse: SseParser | None = None
         self._content = bytearray()
-        self._now = now
         self._finish_reasons: list[str] = []
         self._has_usage = False
         self._saw_done = False
@@ -154,28 +149,10 @@ class CompletionReader:
         limit = self.request.cancel_after
         return self.is_complete or (limit is not None and len(self.outcome.chunk_seconds) >= limit)
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Parse bytes of the response, received at time `now`. Raises `httptools.HttpParserError` if not HTTP."""
-        self._now = now
-        self._http.feed_data(data)
-
-    def end_of_connection(self, now: float) -> None:
-        """Handle the end of the connection, which also ends a response without Content-Length and Transfer-Encoding."""
-        self._now = now
-        is_delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
-        if self.status is not None and not is_delimited and not self.is_complete:
-            self.on_message_complete()
-            self.is_reusable = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header of the response. httptools calls this method and all other `on_` methods."""
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
     def on_headers_complete(self) -> None:
         """Store the status of the response and detect an event stream."""
-        self.status = self._http.get_status_code()
-        if self._headers.get("content-type", "").startswith("text/event-stream"):
-            self._sse = SseParser()
+        super().on_headers_complete()
+        self._sse = SseParser() if self.is_stream else None
 
     def on_body(self, body: bytes) -> None:
         """Handle a part of the response's body: parse the events of a stream, or store the part of a JSON body."""
@@ -186,9 +163,8 @@ class CompletionReader:
             self.read(event)
 
     def on_message_complete(self) -> None:
-        """Mark the response as complete."""
-        self.is_complete = True
-        self.is_reusable = self._http.should_keep_alive()
+        """Mark the response as complete, and read a JSON body."""
+        super().on_message_complete()
         if self._sse is None:
             self.read(bytes(self._content))
             self._saw_done = True
@@ -213,7 +189,7 @@ class CompletionReader:
                 self._add_calls(calls)
                 is_thought = any(map(message.get, _THOUGHTS))
                 if self._sse is not None and (text or calls or is_thought or choice.get("token_ids")):
-                    outcome.chunk_seconds.append(self._now)
+                    outcome.chunk_seconds.append(self.now)
                 if choice.get("finish_reason") is not None:
                     self._finish_reasons.append(choice["finish_reason"])
             if (usage := completion.get("usage")) is not None:
@@ -242,7 +218,7 @@ class CompletionReader:
         outcome.ending, outcome.detail, outcome.end_seconds = ending, detail, time.perf_counter()
         if not self._has_usage:
             outcome.completion_tokens = len(outcome.chunk_seconds)
-        retry_after = self._headers.get("retry-after", "")  # a date counts as 0 seconds
+        retry_after = self.headers.get("retry-after", "")  # a date counts as 0 seconds
         if ending is Ending.SHED and retry_after.isdecimal():
             outcome.retry_after_seconds = float(retry_after)
         return outcome
@@ -252,7 +228,7 @@ class CompletionReader:
 
         Its end time is the arrival of the response's last bytes, or the end of the connection.
         """
-        self.end(*self._ending()).end_seconds = self._now
+        self.end(*self._ending()).end_seconds = self.now
         return self.outcome
 
     def _ending(self) -> tuple[Ending, str]:
@@ -309,17 +285,11 @@ class CompletionClient:
         """
         body = json.dumps(reader.request.body(model)).encode()
         headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
-        headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization
-        lines = [
-            f"POST {reader.request.path} HTTP/1.1",
-            *(f"{name}: {value}" for name, value in headers.items()),
-            "",
-            "",
-        ]
+        sent = request_bytes(reader.request.path, body, headers | self.target.authorization)
         reader.outcome.sent_seconds = time.perf_counter()
         try:
             with gevent.Timeout(self._timeout_seconds, TimeoutError):
-                self._send("\r\n".join(lines).encode("ascii") + body, reader)
+                self._send(sent, reader)
             outcome = reader.finish()
         except TimeoutError:
             outcome = reader.end(Ending.TIMEOUT, f"the response did not end within {self._timeout_seconds:g} s")

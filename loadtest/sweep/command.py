@@ -26,6 +26,7 @@ from loadtest.measurement.benchmark_program import (
     CommandParser,
     MeasurementFailed,
     add_options,
+    new_run,
     read_arguments,
     run_benchmark,
 )
@@ -193,9 +194,8 @@ def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of both ways to measure a server to a parser."""
     parser.add_argument("--url", required=True, help="URL of the server, for example http://127.0.0.1:8000")
     parser.add_argument("--model", help="model id to request (default: the first of /v1/models)")
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="output file; the report is written beside it, as .html and .md"
-    )
+    text = "JSON file, or a directory in which each run gets one; the report is written beside it, as .html and .md"
+    parser.add_argument("--out", type=Path, metavar="PATH", help=text)
     add_workload_arguments(parser.add_argument_group("workload"))
     add_slo_arguments(parser.add_argument_group("objectives"))
 
@@ -228,10 +228,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "compare":
         return run_compare(arguments)
     command, measured = (sweeping, sweep) if arguments.command == "sweep" else (replaying, replay)
-    code = run_benchmark(command, arguments, lambda: measured(arguments), prints_json=False)
-    if code != 2 and arguments.out is not None and arguments.out.is_file():
-        print(*write_report(arguments.out), sep="\n")
-    return code
+    if arguments.out is not None and arguments.out.suffix != ".json":
+        arguments.out = new_run(arguments.out, arguments.command)
+    return run_benchmark(command, arguments, lambda: measured(arguments), prints_json=False, report=write_report)
 
 
 if __name__ == "__main__":
