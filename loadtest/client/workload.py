@@ -247,13 +247,13 @@ class Turns(Iterator[LoadRequest]):
     """New requests and their follow-ups, in the order of sending: the follow-up that is due longest goes first.
 
     So a load at a given rate stays at that rate: a follow-up takes the place of a new request, and its pause is the
-    shortest. Follow-ups that are not due when the new requests have ended are sent without their pause.
+    shortest. A follow-up keeps the index of its new request. Follow-ups that are not due when the new requests have
+    ended are sent without their pause.
     """
 
     def __init__(self, new: Iterator[LoadRequest]) -> None:
         self._new = new
-        self._numbers = itertools.count()
-        self._waiting: list[tuple[float, int, LoadRequest]] = []  # heap: time when due, number of the request before
+        self._waiting: list[tuple[float, int, LoadRequest]] = []  # heap: time when due, index, request
 
     def __next__(self) -> LoadRequest:
         """Return the next request to send."""
@@ -263,7 +263,7 @@ class Turns(Iterator[LoadRequest]):
             if not self._waiting:
                 raise StopIteration
             request = heapq.heappop(self._waiting)[-1]
-        return replace(request, index=next(self._numbers), on_end=self._add_follow_up)
+        return replace(request, on_end=self._add_follow_up)
 
     def _add_follow_up(self, request: LoadRequest, outcome: Outcome) -> None:
         if outcome.ending is Ending.OK and (follow_up := request.follow_up(outcome)) is not None:
