@@ -25,7 +25,6 @@ import numpy as np
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtest.client.arrivals import arrivals
 from loadtest.client.outcome import LoadRun
 from loadtest.client.report import Slo, summarize, without_details
 from loadtest.client.sse_client import CompletionClient, discover

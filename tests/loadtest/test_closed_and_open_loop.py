@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from loadtest.client.outcome import Ending, LoadRun
-from loadtest.client.sse_client import CompletionClient, Target
 from loadtest.client.requests import LoadRequest
+from loadtest.client.sse_client import CompletionClient, Target
 from loadtest.scenarios.service_benchmark import run_closed
 from loadtest.sweep.open_loop import OpenLoop
 from tests.loadtest.stub_server import Script, StubServer

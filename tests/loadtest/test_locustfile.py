@@ -18,8 +18,8 @@ from urllib.parse import urlencode
 import numpy as np
 import pytest
 
-from loadtest.client.sse_client import Target, discover
 from loadtest.client.arrivals import arrivals
+from loadtest.client.sse_client import Target, discover
 from loadtest.client.workload import WorkloadKind, WorkloadSpec
 from tests.loadtest.stub_server import Script, StubServer
 
