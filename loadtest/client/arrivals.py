@@ -56,7 +56,7 @@ def add_arrival_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGr
     """Add command-line options for the arrivals of an open loop to a parser, without its rate."""
     shapes = [str(shape) for shape in ArrivalShape]
     options = {
-        "arrivals": (shapes[0], "rate over time: ramp rises from 0 to --rate, diurnal varies by 80 %", shapes),
+        "arrivals": (shapes[0], "rate over time: ramp rises from 0 to --rate, diurnal swings by four fifths", shapes),
         "burstiness": (1.0, "1: random arrivals (Poisson); below 1: bursts (gamma), as in vLLM"),
         "period-seconds": (60.0, "duration of the rise, or of a day"),
     }

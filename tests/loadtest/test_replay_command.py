@@ -75,6 +75,14 @@ def test_a_workload_is_sent_with_shaped_arrivals_until_its_end(capsys: pytest.Ca
     assert "requests of fixed=3,lognormal=1: " in capsys.readouterr().out
 
 
+def test_the_help_has_all_options(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["replay", "--help"])
+    shown = capsys.readouterr().out
+    for option in ("--trace", "--fit", "--speed-up", "--burstiness", "--workload", "--think-seconds", "--slo-ttft"):
+        assert option in shown
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
