@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from loadtest.client.outcome import LoadRun, Outcome
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target
-from loadtest.client.workload import LoadRequest
 from loadtest.measurement.figures import Column, table
 from loadtest.scenarios.service_benchmark import check_success, run_closed
 
