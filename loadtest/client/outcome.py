@@ -6,12 +6,18 @@ latency of the server.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
-from typing import Self
+from typing import Any, Self
 
-from loadtest.client.workload import ClientKind
+
+class ClientKind(StrEnum):
+    """Behaviour of a load-test client while it receives a response."""
+
+    STREAMING = "streaming"
+    WHOLE = "whole"  # does not stream
+    CANCELLING = "cancelling"  # streams, and disconnects before the end
 
 
 class Ending(StrEnum):
@@ -25,6 +31,7 @@ class Ending(StrEnum):
     TIMEOUT = "timeout"
     CONNECTION = "connection"  # refused, reset, or ended before the response did
     CONTRACT = "contract"  # a complete response that breaks the API contract
+    INVALID = "invalid-answer"  # a complete response that is not JSON of the schema, or not a call of the tool
     CHANGED = "changed-answer"  # a complete response to a canary with another text than on the idle server
 
     @property
@@ -39,6 +46,8 @@ class Outcome:
 
     chunk_seconds: arrival time of each streamed chunk with text or token ids; empty if the client does not stream.
     completion_tokens: number in the response's `usage`; the number of chunks if the response has no `usage`.
+    kind: kind of the request, in words. tool_calls: calls in the answer, as a later message repeats them.
+    embedding_size: length of the vector in the response.
     """
 
     index: int
@@ -52,6 +61,9 @@ class Outcome:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     text: str = ""
+    kind: str = "completion"
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    embedding_size: int = 0
     retry_after_seconds: float = 0.0
 
     @property
@@ -75,6 +87,12 @@ class Outcome:
     def e2e_seconds(self) -> float:
         """Seconds from the intended send to the end of the response."""
         return self.end_seconds - self.intended_seconds
+
+    def moved(self, seconds: float) -> Self:
+        """Return this outcome without its text, and with all times moved, to another clock."""
+        names = ("intended_seconds", "sent_seconds", "end_seconds")
+        times = {name: getattr(self, name) + seconds for name in names}
+        return replace(self, text="", chunk_seconds=[moment + seconds for moment in self.chunk_seconds], **times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

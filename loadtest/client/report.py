@@ -11,17 +11,17 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
+from loadtest.client.timeline import timeline
 from loadtest.measurement.benchmark_program import add_options, described, options_of
-from loadtest.measurement.figures import Column, table
+from loadtest.measurement.figures import Column, percentiles, table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +112,6 @@ def summarize(
     tokens_by_second = np.bincount((chunks - chunks.min()).astype(int)) if chunks.size else np.zeros(1)
     # A request that ends when another is sent is not concurrent with it: (time, -1) sorts before (time, +1).
     moves = sorted(move for o in outcomes for move in ((o.sent_seconds, 1), (o.end_seconds, -1)))
-    start = min((outcome.intended_seconds for outcome in outcomes), default=0.0)
     result: dict[str, Any] = {
         "label": label,
         "num_prompts": len(outcomes),
@@ -138,10 +137,17 @@ def summarize(
         "slo_breaches": slo.breaches(outcomes, run.tokens_per_second),
     }
     statistics: dict[str, Callable[[Sequence[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
-    statistics |= {f"p{share}": partial(np.percentile, q=share) for share in (50, 90, 95, 99)}
-    for (metric, values), (name, statistic) in itertools.product(latencies_ms(done).items(), statistics.items()):
-        result[f"{name}_{metric}_ms"] = float(statistic(values)) if values else None
-    return result | {
+    for metric, values in latencies_ms(done).items():
+        found = {name: float(statistic(values)) if values else None for name, statistic in statistics.items()}
+        found |= percentiles(values, (50, 90, 95, 99))
+        result |= {f"{name}_{metric}_ms": value for name, value in found.items()}
+    return result | {"timeline": timeline(outcomes)} | _details(outcomes)
+
+
+def _details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
+    """Return lists with an item per request, by vLLM's names and a few more."""
+    start = min((outcome.intended_seconds for outcome in outcomes), default=0.0)
+    return {
         "input_lens": [o.prompt_tokens for o in outcomes],
         "output_lens": [o.completion_tokens for o in outcomes],
         "ttfts": [o.ttft_seconds for o in outcomes],
@@ -156,7 +162,13 @@ def summarize(
     }
 
 
-_COLUMNS = (
+def without_details(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a summary without its lists of one item per request."""
+    kept = ("slo_breaches", "timeline")
+    return {name: value for name, value in result.items() if not isinstance(value, list) or name in kept}
+
+
+COLUMNS = (
     Column("run", "label"),
     Column("sent", "sent"),
     Column("ok", "completed"),
@@ -174,20 +186,28 @@ _COLUMNS = (
 )
 
 
-def markdown(results: Sequence[dict[str, Any]]) -> str:
+def percentile_texts(run: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells with several percentiles of one load, by metric."""
+    texts = {}
+    for metric in ("ttft", "itl", "tpot", "e2el"):
+        values = [run[f"p{percentile}_{metric}_ms"] for percentile in (50, 95, 99)]
+        texts[metric] = " / ".join("–" if value is None else f"{value:.1f}" for value in values)
+    return texts
+
+
+def notes(run: Mapping[str, Any]) -> list[str]:
+    """Return failures, missed objectives and warnings of one load, a line each."""
+    lines = [f"{count} × {kind}" for kind, count in run["failures"].items()]
+    lines += [f"broken objective: {breach}" for breach in run["slo_breaches"]]
+    if (share := run["client_cpu_share"]) > 0.7:  # of a core: the client itself delays what it measures
+        lines.append(f"the load test itself used {share:.0%} of a core; do not trust the latencies")
+    return [f"{run['label']}: {line}" for line in lines]
+
+
+def markdown(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a Markdown table with a row per load test; below it failures, missed objectives and warnings."""
-    rows, notes = [], []
-    for run in results:
-        label, texts = run["label"], {}
-        for metric in ("ttft", "itl", "tpot", "e2el"):
-            values = [run[f"p{percentile}_{metric}_ms"] for percentile in (50, 95, 99)]
-            texts[metric] = " / ".join("–" if value is None else f"{value:.1f}" for value in values)
-        rows.append(run | texts)
-        notes += [f"- {label}: {count} × {kind}" for kind, count in run["failures"].items()]
-        notes += [f"- {label}: broken objective: {breach}" for breach in run["slo_breaches"]]
-        if (share := run["client_cpu_share"]) > 0.7:  # of a core: the client itself delays what it measures
-            notes.append(f"- {label}: the load test itself used {share:.0%} of a core; do not trust the latencies")
-    return "\n".join([table(_COLUMNS, rows), *notes])
+    lines = [f"- {line}" for run in results for line in notes(run)]
+    return "\n".join([table(COLUMNS, [{**run, **percentile_texts(run)} for run in results]), *lines])
 
 
 if __name__ == "__main__":

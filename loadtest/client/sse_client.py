@@ -10,6 +10,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -20,11 +21,14 @@ import httptools
 import msgspec
 from gevent import socket
 
+from loadtest.client.http1 import ResponseReader, request_bytes
 from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import LoadRequest, Passages, Workload, WorkloadSpec, tales
+from loadtest.client.requests import LoadRequest
+from loadtest.client.workload import Passages, Workload, WorkloadSpec, tales
 
 # For a service without `/tokenize`. A sentence full of names may have more than twice the expected tokens.
 _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
+_THOUGHTS = ("reasoning_content", "reasoning")  # texts of a reasoning model before its answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +81,30 @@ def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
     """Return the id of a service's model, and the workload with prompt lengths in tokens of that model.
 
     The service's `/tokenize` counts the tokens. Without `/tokenize`, a token counts as four characters. The context
-    length in `/v1/models`, if any, replaces that of `spec`. Raises `OSError` if the service cannot be reached.
+    length in `/v1/models`, if any, replaces that of `spec`. Both are read as vLLM and as llama.cpp write them. Raises
+    `OSError` if the service cannot be reached.
     """
     listed, text, tokenized = target.fetch_json("/v1/models")["data"][0], tales(), dict[str, Any]()
+    question: dict[str, Any] = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+    if listed.get("owned_by") == "llamacpp":
+        question = {"content": text, "with_pieces": True}
     with suppress(urllib.error.HTTPError):
-        tokenized = target.fetch_json("/tokenize", {"prompt": text, "return_token_strs": True})
+        tokenized = target.fetch_json("/tokenize", question)
     try:
-        passages = Passages(text, tokenized.get("token_strs") or [])
+        passages = Passages(text, _token_strs(tokenized))
     except ValueError:  # no strings, or strings that do not spell the text: use tokens of equal length
         count = tokenized.get("count", len(text) // _CHARS_PER_TOKEN)
         ends = [number * len(text) // count for number in range(count + 1)]
         guess = [text[start:end] for start, end in itertools.pairwise(ends)]
         passages = Passages(text, guess, overshoot=_OVERSHOOT)
-    limit = listed.get("max_model_len") or spec.max_context_tokens
+    limit = listed.get("max_model_len") or (listed.get("meta") or {}).get("n_ctx") or spec.max_context_tokens
     return listed["id"], Workload(replace(spec, max_context_tokens=limit), passages)
+
+
+def _token_strs(tokenized: Mapping[str, Any]) -> list[str]:
+    """Return the texts of the tokens: `token_strs` of vLLM, or the pieces of llama.cpp; empty if there are none."""
+    pieces = [str(token["piece"]) for token in tokenized.get("tokens", ()) if isinstance(token, Mapping)]
+    return tokenized.get("token_strs") or pieces
 
 
 class SseParser:
@@ -112,22 +126,17 @@ class SseParser:
         return [b"\n".join(values) for values in fields if values]
 
 
-class CompletionReader:
-    """Parser of the HTTP response to one completion request, without I/O: takes bytes and fills in the `Outcome`."""
+class CompletionReader(ResponseReader):
+    """Reader of the response to one completion request: takes bytes and fills in the `Outcome`."""
 
     def __init__(self, request: LoadRequest, intended_seconds: float | None = None) -> None:
-        now = time.perf_counter()
+        super().__init__(now := time.perf_counter())
         intended = now if intended_seconds is None else intended_seconds
         self.request = request
         self.outcome = Outcome(index=request.index, client=request.client, intended_seconds=intended, sent_seconds=now)
-        self.status: int | None = None
-        self.is_complete = False
-        self.is_reusable = False  # True if the connection can carry another request
-        self._http = httptools.HttpResponseParser(self)
-        self._headers: dict[str, str] = {}
+        self.outcome.kind = request.kind
         self._sse: SseParser | None = None
         self._content = bytearray()
-        self._now = now
         self._finish_reasons: list[str] = []
         self._has_usage = False
         self._saw_done = False
@@ -140,28 +149,10 @@ class CompletionReader:
         limit = self.request.cancel_after
         return self.is_complete or (limit is not None and len(self.outcome.chunk_seconds) >= limit)
 
-    def feed(self, data: bytes, now: float) -> None:
-        """Parse bytes of the response, received at time `now`. Raises `httptools.HttpParserError` if not HTTP."""
-        self._now = now
-        self._http.feed_data(data)
-
-    def end_of_connection(self, now: float) -> None:
-        """Handle the end of the connection, which also ends a response without Content-Length and Transfer-Encoding."""
-        self._now = now
-        is_delimited = "content-length" in self._headers or "transfer-encoding" in self._headers
-        if self.status is not None and not is_delimited and not self.is_complete:
-            self.on_message_complete()
-            self.is_reusable = False
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Store a header of the response. httptools calls this method and all other `on_` methods."""
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
     def on_headers_complete(self) -> None:
         """Store the status of the response and detect an event stream."""
-        self.status = self._http.get_status_code()
-        if self._headers.get("content-type", "").startswith("text/event-stream"):
-            self._sse = SseParser()
+        super().on_headers_complete()
+        self._sse = SseParser() if self.is_stream else None
 
     def on_body(self, body: bytes) -> None:
         """Handle a part of the response's body: parse the events of a stream, or store the part of a JSON body."""
@@ -172,9 +163,8 @@ class CompletionReader:
             self.read(event)
 
     def on_message_complete(self) -> None:
-        """Mark the response as complete."""
-        self.is_complete = True
-        self.is_reusable = self._http.should_keep_alive()
+        """Mark the response as complete, and read a JSON body."""
+        super().on_message_complete()
         if self._sse is None:
             self.read(bytes(self._content))
             self._saw_done = True
@@ -195,15 +185,32 @@ class CompletionReader:
                 message = choice.get("delta") or choice.get("message") or choice
                 text = str(message.get("content") or message.get("text") or "")
                 outcome.text += text
-                if self._sse is not None and (text or choice.get("token_ids")):
-                    outcome.chunk_seconds.append(self._now)
+                calls = message.get("tool_calls") or ()
+                self._add_calls(calls)
+                is_thought = any(map(message.get, _THOUGHTS))
+                if self._sse is not None and (text or calls or is_thought or choice.get("token_ids")):
+                    outcome.chunk_seconds.append(self.now)
                 if choice.get("finish_reason") is not None:
                     self._finish_reasons.append(choice["finish_reason"])
             if (usage := completion.get("usage")) is not None:
                 self._has_usage = True
-                outcome.prompt_tokens, outcome.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+                outcome.prompt_tokens = usage["prompt_tokens"]
+                outcome.completion_tokens = usage.get("completion_tokens", 0)  # an embedding has none
+            for each in completion.get("data", ()):
+                outcome.embedding_size = len(each["embedding"])
         except (msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
             self._broken = f"not a completion: {error}"
+
+    def _add_calls(self, calls: Iterable[Mapping[str, Any]]) -> None:
+        """Add the tool calls of a message, or their parts in an event, to the outcome."""
+        known = self.outcome.tool_calls
+        for number, part in enumerate(calls):
+            if part.get("index", number) >= len(known):
+                known.append({"id": "", "type": "function", "function": {"name": "", "arguments": ""}})
+            call, function = known[part.get("index", number)], part.get("function") or {}
+            call["id"] = part.get("id") or call["id"]
+            for name in ("name", "arguments"):
+                call["function"][name] += function.get(name) or ""
 
     def end(self, ending: Ending, detail: str) -> Outcome:
         """End the request now with this result and this explanation, and return its completed outcome."""
@@ -211,7 +218,7 @@ class CompletionReader:
         outcome.ending, outcome.detail, outcome.end_seconds = ending, detail, time.perf_counter()
         if not self._has_usage:
             outcome.completion_tokens = len(outcome.chunk_seconds)
-        retry_after = self._headers.get("retry-after", "")  # a date counts as 0 seconds
+        retry_after = self.headers.get("retry-after", "")  # a date counts as 0 seconds
         if ending is Ending.SHED and retry_after.isdecimal():
             outcome.retry_after_seconds = float(retry_after)
         return outcome
@@ -221,7 +228,7 @@ class CompletionReader:
 
         Its end time is the arrival of the response's last bytes, or the end of the connection.
         """
-        self.end(*self._ending()).end_seconds = self._now
+        self.end(*self._ending()).end_seconds = self.now
         return self.outcome
 
     def _ending(self) -> tuple[Ending, str]:
@@ -240,7 +247,7 @@ class CompletionReader:
         breaches = {
             str(self._broken): self._broken is not None,
             "a stream without [DONE]": not self._saw_done,
-            f"{len(reasons)} finish reasons": len(reasons) != 1,
+            f"{len(reasons)} finish reasons": len(reasons) != self.request.num_choices,
             "no usage": not self._has_usage,
             f"{count} tokens where at most {limit} were asked for": count > limit,
             f"finish reason length after {count} of {limit} tokens": "length" in reasons and count < limit,
@@ -249,6 +256,8 @@ class CompletionReader:
         expected = self.request.expected
         if not breach and expected not in (None, self.outcome.text):
             return Ending.CHANGED, f"{self.outcome.text[:40]!r} instead of {expected[:40]!r}"
+        if not breach and (flaw := self.request.flaw(self.outcome)):
+            return Ending.INVALID, flaw
         return Ending.CONTRACT if breach else Ending.OK, breach
 
 
@@ -276,22 +285,19 @@ class CompletionClient:
         """
         body = json.dumps(reader.request.body(model)).encode()
         headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
-        headers |= {"Content-Type": "application/json", "Content-Length": str(len(body))} | self.target.authorization
-        lines = [
-            f"POST {reader.request.path} HTTP/1.1",
-            *(f"{name}: {value}" for name, value in headers.items()),
-            "",
-            "",
-        ]
+        sent = request_bytes(reader.request.path, body, headers | self.target.authorization)
         reader.outcome.sent_seconds = time.perf_counter()
         try:
             with gevent.Timeout(self._timeout_seconds, TimeoutError):
-                self._send("\r\n".join(lines).encode("ascii") + body, reader)
-            return reader.finish()
+                self._send(sent, reader)
+            outcome = reader.finish()
         except TimeoutError:
-            return reader.end(Ending.TIMEOUT, f"the response did not end within {self._timeout_seconds:g} s")
+            outcome = reader.end(Ending.TIMEOUT, f"the response did not end within {self._timeout_seconds:g} s")
         except (OSError, httptools.HttpParserError) as error:
-            return reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+            outcome = reader.end(Ending.CONNECTION, f"{type(error).__name__}: {error}")
+        if reader.request.on_end is not None:
+            reader.request.on_end(reader.request, outcome)
+        return outcome
 
     def close(self) -> None:
         """Close the idle connections. The connection of a request in progress stays open."""

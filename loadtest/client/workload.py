@@ -4,102 +4,83 @@ Request number i depends only on the workload's spec and i. Prompt lengths are a
 """
 
 import argparse
+import heapq
 import itertools
 import math
 import random
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from loadtest.client.outcome import ClientKind, Ending, Outcome
+from loadtest.client.requests import (
+    ConversationRequest,
+    EmbeddingLoadRequest,
+    LaterTurn,
+    LoadRequest,
+    StructuredRequest,
+    ToolRequest,
+)
 from loadtest.measurement.benchmark_program import add_options, described, options_of
 
 TALES_PATH = Path(__file__).with_name("tales.txt")
 # Tokens of a prompt beyond its wanted length: its first word lacks a space, and a special token may come first.
 _PROMPT_SLACK = 4
 NUM_PREFIXES, PREFIX_SHARE = 4, 0.75
+_JSON_TOKENS = 96  # of a tool call, or of an answer in JSON, whose schemas bound their lengths
+_TURN_STRIDE = 7_919  # between the passages of a conversation
 
 
 class WorkloadKind(StrEnum):
-    """Distribution of prompt and completion lengths in a workload."""
+    """Kind of the requests in a workload. Lengths are lognormal, except for fixed, shared-prefix and mixed."""
 
     FIXED = "fixed"  # all prompts and all completions have one length
     LOGNORMAL = "lognormal"  # lognormal around the given medians, like production traces
     SHARED_PREFIX = "shared-prefix"  # three quarters of a prompt are one of four prefixes
-    MIXED = "mixed"  # chat, long prompts, long completions and shared prefixes together
+    MIXED = "mixed"  # lognormal lengths, long prompts, long completions and shared prefixes together
+    CHAT = "chat"  # one question and answer
+    MULTI_TURN = "multi-turn"  # conversations whose context grows, with time to think between the turns
+    STRUCTURED = "structured"  # JSON that follows a schema
+    TOOLS = "tools"  # a tool call, its result, an answer
+    EMBEDDINGS = "embeddings"
 
 
-class ClientKind(StrEnum):
-    """Behaviour of a load-test client while it receives a response."""
-
-    STREAMING = "streaming"
-    WHOLE = "whole"  # does not stream
-    CANCELLING = "cancelling"  # streams, and disconnects before the end
+# Characters of a prompt besides its text: chat template, definition of the tool, its call and result.
+_OVERHEAD = {
+    WorkloadKind.CHAT: 120,
+    WorkloadKind.MULTI_TURN: 120,
+    WorkloadKind.STRUCTURED: 480,
+    WorkloadKind.TOOLS: 1500,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSpec:
-    """Settings of a workload: lengths, behaviour of clients, sampling and seed.
+    """Settings of a workload: kinds, lengths, behaviour of clients, sampling and seed.
 
+    kind: a `WorkloadKind`, or several with their shares, as `shares_of` parses them.
     prompt_tokens, output_tokens: length of each prompt and completion; lognormal: the median; mixed: the base length.
     sigma: standard deviation of the logarithm of lengths; with 0.6, p95 is 2.7 times the median.
     whole_share, cancelling_share: shares of requests with a client of that kind; all other clients stream to the end.
     """
 
-    kind: WorkloadKind = WorkloadKind.FIXED
+    kind: str = WorkloadKind.FIXED
     prompt_tokens: int = described(64, "approximate number of tokens in a prompt")
     output_tokens: int = described(64, "number of tokens in a completion")
     sigma: float = described(0.6, "standard deviation of the logarithm of lengths, if lognormal")
     whole_share: float = described(0.0, "share of requests without streaming, from 0 to 1")
     cancelling_share: float = described(0.0, "share of requests whose client disconnects early, from 0 to 1")
+    turns: int = described(5, "most turns of a conversation, in multi-turn")
+    think_seconds: float = described(1.0, "mean of the shortest pause before a later turn, in seconds")
+    tool_seconds: float = described(0.1, "shortest pause between a tool call and its result, in seconds")
     max_context_tokens: int = 512
     temperature: float = described(1.0, "sampling temperature")
     ignore_eos: bool = True
     seed: int = described(0, "seed of the requests and of their arrival times")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadRequest:
-    """One request to `/v1/completions`, and the behaviour of its client.
-
-    cancel_after: number of chunks after which the client disconnects; None: it reads the whole response.
-    return_token_ids: request token ids, so that each token is sent as an event, even if it ends within a character.
-    expected: text of a correct completion; None: any text.
-    """
-
-    path: ClassVar[str] = "/v1/completions"
-    index: int
-    prompt: str | Sequence[int | str]
-    max_tokens: int
-    client: ClientKind = ClientKind.STREAMING
-    cancel_after: int | None = None
-    temperature: float = 1.0
-    ignore_eos: bool = True
-    seed: int = 0
-    return_token_ids: bool = False
-    expected: str | None = None
-
-    def body(self, model: str | None) -> dict[str, Any]:
-        """Return the JSON body of the request. `model` None: the body names no model, and the service uses its own."""
-        names = ("prompt", "max_tokens", "temperature", "ignore_eos", "seed")
-        body = ({} if model is None else {"model": model}) | {name: getattr(self, name) for name in names}
-        if self.client is not ClientKind.WHOLE:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}  # `usage` has the exact token counts
-        return body | ({"return_token_ids": True} if self.return_token_ids else {})
-
-
-class ChatRequest(LoadRequest):
-    """Request to `/v1/chat/completions`. `prompt` is the texts of a conversation, of user and assistant by turns."""
-
-    path = "/v1/chat/completions"
-
-    def body(self, model: str | None) -> dict[str, Any]:
-        """Return the JSON body of the request, as `LoadRequest.body`."""
-        body, roles = LoadRequest.body(self, model), itertools.cycle(("user", "assistant"))
-        messages = [{"role": role, "content": text} for role, text in zip(roles, body.pop("prompt"), strict=False)]
-        return body | {"messages": messages}
 
 
 class Passages:
@@ -120,26 +101,34 @@ class Passages:
             self._word_tokens.append(bisect_right(ends, end) - bisect_right(ends, place))
             place = end
         self.overshoot = overshoot
+        self.chars_per_token = len(text) / len(token_strs)
         # Coprime to the number of words, so that no two passages begin alike, as the prefix cache would notice.
         self._stride = next(step for step in range(int(count * 0.618), count) if math.gcd(step, count) == 1)
 
     def cut(self, start: int, num_tokens: int) -> str:
         """Return passage number `start` (any integer): whole words, at least one, of at most `num_tokens` tokens."""
+        return self.cut_counted(start, num_tokens)[0]
+
+    def cut_counted(self, start: int, num_tokens: int) -> tuple[str, int]:
+        """Return a passage as `cut`, and its number of tokens."""
         count = len(self._words)
         at = (start * self._stride) % count
         chosen, length = [self._words[at]], self._word_tokens[at] + 1  # a cut may split one more token
         while len(chosen) < count:
             place = (at + len(chosen)) % count
-            length += self._word_tokens[place]
-            if length > num_tokens:
+            if length + self._word_tokens[place] > num_tokens:
                 break
+            length += self._word_tokens[place]
             chosen.append(self._words[place])
-        return " ".join(chosen)
+        return " ".join(chosen), length
 
 
 def tales() -> str:
-    """Return Grimm's tales with single spaces between words: the text from which all prompts are cut."""
-    return " ".join(TALES_PATH.read_text(encoding="utf-8").split())
+    """Return Grimm's tales with single spaces between words: the text from which all prompts are cut.
+
+    Dashes become hyphens, so that every token is text: a server shows a token within a character in its own way.
+    """
+    return " ".join(TALES_PATH.read_text(encoding="utf-8").replace("\N{EM DASH}", "-").split())
 
 
 def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[int]:
@@ -148,40 +137,73 @@ def random_prompt(rng: random.Random, vocab_size: int, num_tokens: int) -> list[
 
 
 class Workload:
-    """Endless sequence of load-test requests."""
+    """Endless sequence of load-test requests.
+
+    Raises `ValueError` if the spec's kind is not valid.
+    """
 
     def __init__(self, spec: WorkloadSpec, passages: Passages) -> None:
         self.spec = spec
         self.passages = passages
+        self._shares = shares_of(spec.kind)
         # Number of the first passage. Neighbouring seeds get distant numbers.
         self._origin = random.Random(spec.seed).randrange(1 << 30)
 
-    def request(self, index: int) -> LoadRequest:
-        """Return request number `index` of the workload: always the same request for the same number."""
+    def __iter__(self) -> Iterator[LoadRequest]:
+        """Return the requests without end, in order of sending: a later turn once it is due, or a new request."""
+        return Turns(map(self.request, itertools.count()))
+
+    def request(self, index: int, kind: WorkloadKind | None = None) -> LoadRequest:
+        """Return request number `index` of the workload, or of this kind: always the same for the same number."""
         spec = self.spec
         rng = random.Random((spec.seed << 32) + index)
-        prompt, output, prefix = self._lengths(rng)
+        if kind is None:
+            kind = self._kind(rng)
+        prompt, output, prefix = self._lengths(rng, kind)
         output = min(output, spec.max_context_tokens // 2)
-        room = int((spec.max_context_tokens - output - _PROMPT_SLACK) / self.passages.overshoot)
         client, cancel_after, share = ClientKind.STREAMING, None, rng.random()
         if share < spec.whole_share:
             client = ClientKind.WHOLE
         elif share < spec.whole_share + spec.cancelling_share:
             client, cancel_after = ClientKind.CANCELLING, rng.randint(1, max(1, output // 2))
-        return LoadRequest(
-            index=index,
-            prompt=self._prompt(index, prefix, max(1, min(prompt, room))),
-            max_tokens=output,
-            client=client,
-            cancel_after=cancel_after,
-            temperature=spec.temperature,
-            ignore_eos=spec.ignore_eos,
-            seed=rng.randrange(1 << 31),
-        )
+        common: dict[str, Any] = {
+            "index": index,
+            "max_tokens": output,
+            "client": client,
+            "cancel_after": cancel_after,
+            "temperature": spec.temperature,
+            "seed": rng.randrange(1 << 31),
+        }
+        overhead = int(_OVERHEAD.get(kind, 0) / self.passages.chars_per_token)
+        room = self.room(output) - overhead
+        prompt = max(1, min(prompt, room))
+        text = self._prompt(index, prefix, prompt)
+        if kind in (WorkloadKind.CHAT, WorkloadKind.MULTI_TURN):
+            later = self._later(rng, index, room - prompt, overhead) if kind is WorkloadKind.MULTI_TURN else []
+            return ConversationRequest(prompt=[text], later=later, ignore_eos=spec.ignore_eos, **common)
+        if kind is WorkloadKind.STRUCTURED:
+            common |= {"prompt": [f"{text}\nPlan a visit. Answer in JSON."], "max_tokens": _JSON_TOKENS}
+            return StructuredRequest(ignore_eos=False, **common)
+        if kind is WorkloadKind.TOOLS:
+            common |= {"prompt": [f"{text}\nHow will the weather be?"], "max_tokens": _JSON_TOKENS}
+            return ToolRequest(ignore_eos=False, answer_tokens=output, tool_seconds=spec.tool_seconds, **common)
+        if kind is WorkloadKind.EMBEDDINGS:
+            common |= {"client": ClientKind.WHOLE, "cancel_after": None, "max_tokens": 0}
+            return EmbeddingLoadRequest(prompt=text, **common)
+        return LoadRequest(prompt=text, ignore_eos=spec.ignore_eos, **common)
 
-    def _lengths(self, rng: random.Random) -> tuple[int, int, int | None]:
+    def _kind(self, rng: random.Random) -> WorkloadKind:
+        kinds = list(self._shares)
+        return rng.choices(kinds, list(self._shares.values()))[0] if len(kinds) > 1 else kinds[0]
+
+    def room(self, output_tokens: int) -> int:
+        """Return the number of tokens of the longest prompt that leaves room for a completion, at least 1."""
+        room = self.spec.max_context_tokens - output_tokens - _PROMPT_SLACK
+        return max(1, int(room / self.passages.overshoot))
+
+    def _lengths(self, rng: random.Random, kind: WorkloadKind) -> tuple[int, int, int | None]:
         """Return the number of prompt tokens, of completion tokens, and the index of the shared prefix (None: none)."""
-        kind, prompt, output = self.spec.kind, self.spec.prompt_tokens, self.spec.output_tokens
+        prompt, output = self.spec.prompt_tokens, self.spec.output_tokens
         if kind is WorkloadKind.MIXED:
             part = rng.random()
             if 0.4 <= part < 0.6:  # a long prompt, a short completion
@@ -189,26 +211,85 @@ class Workload:
             if 0.6 <= part < 0.8:  # a short prompt, a long completion
                 return max(1, prompt // 4), 2 * output, None
             kind = WorkloadKind.LOGNORMAL if part < 0.4 else WorkloadKind.SHARED_PREFIX
-        if kind is WorkloadKind.LOGNORMAL:
+        if kind not in (WorkloadKind.FIXED, WorkloadKind.SHARED_PREFIX):
             sigma = self.spec.sigma
             prompt, output = (max(1, round(rng.lognormvariate(math.log(m), sigma))) for m in (prompt, output))
         return prompt, output, rng.randrange(NUM_PREFIXES) if kind is WorkloadKind.SHARED_PREFIX else None
 
+    def _later(self, rng: random.Random, index: int, room: int, overhead: int) -> list[LaterTurn]:
+        """Return the turns of a conversation after the first, as many as `turns`, or as fit into the context."""
+        spec, turns = self.spec, list[LaterTurn]()
+        while len(turns) < spec.turns - 1:
+            prompt, output, _ = self._lengths(rng, WorkloadKind.MULTI_TURN)
+            room -= prompt + output + overhead
+            if room < 0:
+                break
+            text = self.passage(index + _TURN_STRIDE * (len(turns) + 1), prompt)
+            think = rng.expovariate(1 / spec.think_seconds) if spec.think_seconds > 0.0 else 0.0
+            turns.append(LaterTurn(text, output, think))
+        return turns
+
+    def passage(self, index: int, num_tokens: int) -> str:
+        """Return the text of request number `index`, of this length."""
+        return self.passages.cut(self._origin + NUM_PREFIXES + index, num_tokens)
+
     def _prompt(self, index: int, prefix: int | None, num_tokens: int) -> str:
-        own = self._origin + NUM_PREFIXES + index
         if prefix is None:
-            return self.passages.cut(own, num_tokens)
+            return self.passage(index, num_tokens)
         shared = max(1, round(num_tokens * PREFIX_SHARE))
         parts = [self.passages.cut(self._origin + prefix, shared)]
         if num_tokens > shared:
-            parts.append(self.passages.cut(own, num_tokens - shared))
+            parts.append(self.passage(index, num_tokens - shared))
         return "\n".join(parts)
+
+
+class Turns(Iterator[LoadRequest]):
+    """New requests and their follow-ups, in the order of sending: the follow-up that is due longest goes first.
+
+    So a load at a given rate stays at that rate: a follow-up takes the place of a new request, and its pause is the
+    shortest. A follow-up keeps the index of its new request. Follow-ups that are not due when the new requests have
+    ended are sent without their pause.
+    """
+
+    def __init__(self, new: Iterator[LoadRequest]) -> None:
+        self._new = new
+        self._waiting: list[tuple[float, int, LoadRequest]] = []  # heap: time when due, index, request
+
+    def __next__(self) -> LoadRequest:
+        """Return the next request to send."""
+        is_due = bool(self._waiting) and self._waiting[0][0] <= time.perf_counter()
+        request = None if is_due else next(self._new, None)
+        if request is None:
+            if not self._waiting:
+                raise StopIteration
+            request = heapq.heappop(self._waiting)[-1]
+        return replace(request, on_end=self._add_follow_up)
+
+    def _add_follow_up(self, request: LoadRequest, outcome: Outcome) -> None:
+        if outcome.ending is Ending.OK and (follow_up := request.follow_up(outcome)) is not None:
+            due = outcome.end_seconds + follow_up.pause_seconds
+            heapq.heappush(self._waiting, (due, request.index, follow_up.request))
+
+
+def shares_of(kind: str) -> dict[WorkloadKind, float]:
+    """Parse `KIND` or `KIND=SHARE,KIND=SHARE,...`. Raises `ValueError` for unknown kinds and shares of 0 or less."""
+    shares: dict[WorkloadKind, float] = {}
+    for part in kind.split(","):
+        name, _, share = part.partition("=")
+        try:
+            shares[WorkloadKind(name.strip())] = float(share or 1)
+        except ValueError:
+            names = ", ".join(WorkloadKind)
+            raise ValueError(f"--workload: {part!r} is not KIND or KIND=SHARE with KIND of {names}") from None
+    if min(shares.values()) <= 0:
+        raise ValueError(f"--workload: shares must be above 0, not {kind!r}")
+    return shares
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add command-line options for the fields of `WorkloadSpec` to a parser."""
-    kinds = [str(kind) for kind in WorkloadKind]
-    add_options(parser, {"workload": (kinds[0], "distribution of prompt and completion lengths", kinds)})
+    text = f"kind of the requests, or several with their shares, such as chat=3,tools=1: {', '.join(WorkloadKind)}"
+    add_options(parser, {"workload": (str(WorkloadKind.FIXED), text)})
     add_options(parser, options_of(WorkloadSpec))
     text = "let an end-of-text token end a completion before --output-tokens"
     add_options(parser, {"stop-at-end": (False, text)})
@@ -217,12 +298,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser | argparse._ArgumentG
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:
-    """Return the workload settings in the parsed options of `add_workload_arguments`."""
+    """Return the workload settings in the parsed options of `add_workload_arguments`. Raises `ValueError`."""
     values = {name: getattr(arguments, name) for name in options_of(WorkloadSpec)}
-    return WorkloadSpec(kind=WorkloadKind(arguments.workload), ignore_eos=not arguments.stop_at_end, **values)
-
-
-def arrivals(rate: float, seed: int) -> Iterator[float]:
-    """Yield arrival times in seconds from the start, without end: a Poisson process of `rate` requests per second."""
-    rng = random.Random(seed)
-    return itertools.accumulate(iter(lambda: rng.expovariate(rate), None))
+    shares_of(arguments.workload)
+    return WorkloadSpec(kind=arguments.workload, ignore_eos=not arguments.stop_at_end, **values)

@@ -41,15 +41,11 @@ NAMES: Final = (
     "peers",
     "kernels",
     "latency",
-    "scaling",
 )
 # Pictures of each page: the function that draws the picture, and the path of the result that it shows.
 PICTURES: Final[dict[str, dict[str, tuple[Callable[[Path, Any], None], str]]]] = {
     "performance": {
-        "performance-engine.png": (pictures.draw_engine, "engine"),
         "performance-peers.png": (pictures.draw_peers, "peers"),
-        "latency.png": (pictures.draw_latency, "latency"),
-        "scaling.png": (pictures.draw_scaling, "scaling"),
     },
     "attention": {"attention.png": (pictures.draw_attention, "train.rows")},
 }
@@ -62,7 +58,6 @@ _MEASURED = re.compile(r"(<!-- measured: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", r
 
 _STREAMS = (16, 64)  # numbers of streams with a target
 _TTFT_RATIO = 0.5  # wanted TTFT p99 of Kvasir relative to another server's
-_LARGE_BYTES = 9e8  # checkpoints from this size have a target for their start-up time
 _BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 512  # smallest decode step with a target for its bandwidth
 # Wanted speed of Kvasir relative to the best peer, by number of streams. The precisions are those of decoding.
 _AIMS: Final = {
@@ -105,7 +100,6 @@ def _named(rows: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
 def performance_page(results: Mapping[str, Any]) -> str:
     """Return the text of docs/performance.md with figures from `results`. Raises KeyError if a figure is missing."""
     service, frontend = results["service"], results["frontend"]["levels"]
-    memory, starts = results["scaling"]["kv_memory"]["points"], results["scaling"]["starts"]["points"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
     peer_facts = _peer_facts(results["models"], results["peers"], (results["defaults"], results["default_gguf"]))
@@ -114,8 +108,6 @@ def performance_page(results: Mapping[str, Any]) -> str:
         for row in results["kernels"]["rows"]
         if row["batch"] >= _BANDWIDTH_BATCH and row["context"] >= _BANDWIDTH_CONTEXT
     ]
-    kinds = ("warm", "cold")
-    start_rows = [point[kind] | {"kind": kind, "bytes": point["bytes"]} for kind in kinds for point in starts]
     facts = {
         **results,
         "tables": {
@@ -137,10 +129,6 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "paces": [level | {"pace": f"{level['step_ms']:g}" if level["step_ms"] else "instant"} for level in frontend],
         "chunk_limits": points,
         "slowdown_limits": [point for point in points if point["prompt_slowdown"] is not None],
-        "memory_error": max(abs(point["ratio"] - 1) for point in memory),
-        "memory_ratio": max((point["ratio"] for point in memory), key=lambda ratio: abs(ratio - 1)),
-        "starts": start_rows,
-        "large_starts": [row for row in start_rows if row["bytes"] >= _LARGE_BYTES],
         "bandwidth": {"low": min(shares), "high": max(shares)},
         **peer_facts,
         "leading_head": peer_facts["leading_pairs"][:1],

@@ -1,38 +1,18 @@
 """Pictures of docs/performance.md and docs/attention.md, drawn from docs/results."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from loadtest.measurement.benchmark_program import digest
 from loadtest.measurement.figures import pooled_deviation
 from loadtest.peers.bench_peers import is_sound
 
-_MAX_ITL_RATIO = 2.0  # target for the streams' ITL p99 while a prompt arrives, relative to the ITL before
 _FROM_STEP = 150  # before this training step, all loss curves fall steeply and alike
-
-
-def draw_engine(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw the engine's step time over batch size: a line per context length, and its roofline dotted below."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    points, machine = result["decode"], result["roofline"]
-    reads, computes = (1e6 * machine[name]["median"] for name in ("gb_per_second", "gflops"))  # per millisecond
-    for number, context in enumerate(dict.fromkeys(point["context_length"] for point in points)):
-        own = sorted((p for p in points if p["context_length"] == context), key=lambda point: point["batch_size"])
-        sizes = [point["batch_size"] for point in own]
-        bounds = [max(point["bytes"] / reads, point["flops"] / computes) for point in own]
-        steps = [point["step_ms"]["median"] for point in own]
-        axes.plot(sizes, steps, "o-", color=f"C{number}", label=f"context {context}")
-        axes.plot(sizes, bounds, ":", color=f"C{number}")
-    ticks = sorted({point["batch_size"] for point in points})
-    _finish(axes, "sequences", "ms a step (dotted: roofline)", ticks)
-    _save(figure, path, result)
 
 
 def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
@@ -60,60 +40,16 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
                 width = 2.5 if name == "ours" else 1.2
                 axes.plot(*zip(*lines, strict=True), "o-", color=f"C{number}", linewidth=width, label=name)
         axes.set_title(" ".join(panel), fontsize=9)
-        _finish(axes, "streams", "tokens/s", sorted({cell["streams"] for cell in own}))
+        ticks = sorted({cell["streams"] for cell in own})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.set_xlabel("streams")
+        axes.set_ylabel("tokens/s")
+        axes.grid(visible=True, which="both", alpha=0.25)
+        axes.legend(fontsize=7)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    _save(figure, path, result)
-
-
-def draw_latency(path: Path, result: Mapping[str, Any]) -> None:
-    """Plot the factor by which a long prompt raises other streams' ITL p99 against the prompt's TTFT, by flag value."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for number, (name, label) in enumerate(
-        (("max_batched_tokens", "--max-batched-tokens alone"), ("prompt_slowdown", "--prompt-slowdown"))
-    ):
-        points = [p for p in result["long"]["points"] if (p["prompt_slowdown"] is None) == (number == 0)]
-        ratios = [point["itl_p99_ratio"] for point in points]
-        x, y = [point["ttft_ms"]["median"] for point in points], [ratio["median"] for ratio in ratios]
-        errors = [[abs(ratio["median"] - ratio[end]) for ratio in ratios] for end in ("min", "max")]
-        axes.errorbar(x, y, errors, fmt="o-", color=f"C{number}", capsize=3, label=label)
-        for point, at in zip(points, zip(x, y, strict=True), strict=True):
-            axes.annotate(f"{point[name]:g}", at, xytext=(6, 4), textcoords="offset points", fontsize=8)
-    axes.axhline(_MAX_ITL_RATIO, color="black", linestyle=":", linewidth=1)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_xlim(left=0)
-    axes.set_xlabel(f"ms to the first token of a prompt of {result['long']['prompt_tokens']:,}")
-    axes.set_ylabel(f"ITL p99 of {result['long']['streams']} others, ratio (dotted: {_MAX_ITL_RATIO:g})")
-    axes.grid(visible=True, alpha=0.25)
-    axes.legend(fontsize=8)
-    _save(figure, path, result)
-
-
-def draw_scaling(path: Path, result: Mapping[str, Any]) -> None:
-    """Draw step time, KV-cache memory, TTFT and start-up time, each over its size, with the fitted power laws."""
-    figure = Figure(figsize=(9, 7), layout="constrained")
-    (steps, memory), (prefix, start) = figure.subplots(2, 2)
-    for name, key in (("batch", "batch_size"), ("context", "context_length")):
-        _draw_law(steps, result["steps"][f"over_{name}"], key, lambda point: point["step_ms"]["median"], name)
-    _finish(steps, "sequences, or tokens of each", "ms a step")
-    _draw_law(memory, result["kv_memory"], "tokens", lambda point: point["bytes"] / 1e6, "resident", scale=1e-6)
-    tokens = [point["tokens"] for point in result["kv_memory"]["points"]]
-    each = result["kv_memory"]["bytes_per_token"] / 1e6
-    memory.plot(tokens, [count * each for count in tokens], ":", color="black", label="formula")
-    _finish(memory, "tokens", "MB of KV-cache")
-    _draw_law(prefix, result["prefixes"], "rest_tokens", lambda point: point["ttft_ms"]["median"], "cached prefix")
-    alone = [(point["rest_tokens"], point["rest_alone_ms"]["median"]) for point in result["prefixes"]["points"]]
-    prefix.plot(*zip(*alone, strict=True), "x", color="C1", label="other tokens alone")
-    _finish(prefix, "tokens of a prompt that are not shared", "ms to the first token")
-    starts = result["starts"]
-    sizes = [point["bytes"] / 1e6 for point in starts["points"]]
-    for number, (what, kind) in enumerate((what, kind) for what in ("start", "read") for kind in ("warm", "cold")):
-        seconds = [point[kind][f"{what}_seconds"]["median"] for point in starts["points"]]
-        exponent = starts[kind][what]["power"]["exponent"]
-        start.plot(sizes, seconds, "o-", color=f"C{number}", label=f"{what}, {kind}: exponent {exponent:.2f}")
-    _finish(start, "MB of weights", "seconds")
     _save(figure, path, result)
 
 
@@ -146,30 +82,6 @@ def draw_attention(path: Path, rows: Mapping[str, Any]) -> None:
     finals.set_xlabel("held-out loss at the end (nats a token)\na dot is a seed, a line their mean")
     finals.grid(visible=True, axis="x", alpha=0.3)
     _save(figure, path, rows, dpi=110)
-
-
-def _draw_law(
-    axes: Axes, curve: Mapping[str, Any], over: str, value: Callable[[Any], float], name: str, *, scale: float = 1
-) -> None:
-    """Draw measured points and their fitted power law, whose values `scale` converts to the unit of the points."""
-    xs = [point[over] for point in curve["points"]]
-    law = curve["fits"]["power"]
-    (markers,) = axes.plot(xs, [value(point) for point in curve["points"]], "o")
-    ys = [scale * law["factor"] * x ** law["exponent"] for x in (min(xs), max(xs))]
-    label = f"{name}: exponent {law['exponent']:.2f}"
-    axes.plot((min(xs), max(xs)), ys, "-", color=markers.get_color(), label=label)
-
-
-def _finish(axes: Axes, x_label: str, y_label: str, ticks: Sequence[int] | None = None) -> None:
-    """Make both axes of a plot logarithmic, and add labels, grid and legend."""
-    axes.set_xscale("log", base=10 if ticks is None else 2)
-    axes.set_yscale("log")
-    if ticks is not None:
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.grid(visible=True, which="both", alpha=0.25)
-    axes.legend(fontsize=7)
 
 
 def _save(figure: Figure, path: Path, result: Mapping[str, Any], dpi: int = 80) -> None:

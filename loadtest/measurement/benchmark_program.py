@@ -117,11 +117,13 @@ def run_benchmark(
     *,
     prints_json: bool = True,
     part: str | None = None,
+    report: Callable[[Path], Sequence[Path]] | None = None,
 ) -> int:
     """Call `measure`, and write its figures with their provenance as JSON to the file `--out` or to standard output.
 
     prints_json: print the JSON if `--out` is missing; False: write nothing then.
     part: name of an argument. Its value is the field of the file `--out` to replace; None replaces the whole file.
+    report: function that writes the report of the file `--out` beside it, and returns the paths to print.
 
     Returns the exit code: 0; 1 after `MeasurementFailed`, or for figures with a true field `interrupted`. A
     `ValueError` exits with 2, as invalid arguments do.
@@ -141,6 +143,8 @@ def run_benchmark(
         result = former | {getattr(arguments, part): result}
     if prints_json or arguments.out is not None:
         write_result(result, arguments.out)
+    if report is not None and arguments.out is not None:
+        print(*report(arguments.out), sep="\n")
     return int(figures.get("interrupted", False))
 
 
@@ -180,6 +184,11 @@ def _commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{head} with local changes" if changed else head
+
+
+def new_run(directory: Path, name: str) -> Path:
+    """Return the path of the results of a run that ends or begins now, in a directory of its own."""
+    return directory / f"{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}-{name}" / "results.json"
 
 
 def write_result(result: dict[str, Any], out: Path | None) -> None:

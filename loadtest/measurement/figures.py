@@ -5,6 +5,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 
 def spread(values: Iterable[float]) -> dict[str, Any]:
     """Return median, minimum, maximum and all values of a repeated measurement, JSON-ready."""
@@ -15,6 +17,12 @@ def spread(values: Iterable[float]) -> dict[str, Any]:
 def ratio_spread(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
     """Return median, range and all ratios of value pairs. Both values of a pair were measured one after the other."""
     return spread(top / bottom for top, bottom in zip(numerators, denominators, strict=True))
+
+
+def percentiles(values: Sequence[float], shares: Sequence[float]) -> dict[str, float | None]:
+    """Return percentiles by name, such as p99; None without values."""
+    found = np.percentile(values, shares).tolist() if len(values) else [None] * len(shares)
+    return {f"p{share:g}": value for share, value in zip(shares, found, strict=True)}
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:

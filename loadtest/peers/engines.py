@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-import numpy as np
-
-from loadtest.client.workload import LoadRequest, random_prompt
+from loadtest.client.report import latencies_ms
+from loadtest.client.requests import LoadRequest
+from loadtest.client.workload import random_prompt
 from loadtest.measurement.benchmark_program import MeasurementFailed
+from loadtest.measurement.figures import percentiles
 from loadtest.measurement.model_shapes import shape_config, write_random_checkpoint
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, kvasir_serve
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
@@ -382,9 +383,9 @@ class PeerServer:
             for index, prompt in zip(self._indexes, prompts, strict=False)
         ]
         run = complete_all(self._service.target, requests, num_streams=cell.streams, timeout_seconds=_REQUEST_SECONDS)
-        ttfts = [outcome.ttft_seconds for outcome in run.outcomes if outcome.ttft_seconds is not None]
-        latencies = {f"ttft_p{share}_ms": 1e3 * float(np.percentile(ttfts, share)) for share in (50, 99)}
-        return {"tokens_per_second": run.tokens_per_second, "client_cpu_share": run.client_cpu_share} | latencies
+        ttfts = percentiles(latencies_ms(run.outcomes)["ttft"], (50, 99))
+        rates = {"tokens_per_second": run.tokens_per_second, "client_cpu_share": run.client_cpu_share}
+        return rates | {f"ttft_{share}_ms": value for share, value in ttfts.items()}
 
     def close(self) -> None:
         """Stop the server's processes."""

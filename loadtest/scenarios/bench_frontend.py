@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from loadtest.client.outcome import LoadRun
-from loadtest.client.workload import LoadRequest
+from loadtest.client.requests import LoadRequest
 from loadtest.measurement.benchmark_program import run_program, show
 from loadtest.measurement.figures import spread
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import gevent
 import numpy as np
 
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, CompletionReader, Target
-from loadtest.client.workload import LoadRequest, random_prompt
+from loadtest.client.workload import random_prompt
 from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
 from loadtest.measurement.figures import ratio_spread, spread
 from loadtest.measurement.model_shapes import write_random_checkpoint

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,13 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.outcome import LoadRun
-from loadtest.client.report import Slo, summarize
+from loadtest.client.report import Slo, summarize, without_details
 from loadtest.client.sse_client import CompletionClient, discover
-from loadtest.client.workload import WorkloadKind, WorkloadSpec, arrivals
+from loadtest.client.workload import WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
-from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, run_open, serve_settings
+from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, serve_settings
+from loadtest.sweep.load_page import write_load_report
+from loadtest.sweep.open_loop import OpenLoop
 
 _MEMORY_SETTLES = 20  # first samples of memory, one per second, that do not count: caches and pools still fill
 
@@ -79,6 +82,19 @@ def call_by_sdk(url: str, key: str, seconds: float, max_retries: int) -> dict[st
     return result | {"errors": dict(errors)}
 
 
+def send(load: OpenLoop, rate: float, settle_seconds: float, seconds: float) -> LoadRun:
+    """Send requests at a rate until all have ended that were meant to be sent within the counted time."""
+    start, count = (time.perf_counter(), time.process_time()), max(1, round(rate))
+    began, ended = start[0] + settle_seconds, start[0] + settle_seconds + seconds
+    with closing(load.windows(count, count / rate)) as windows:
+        for window in windows:
+            counted = (outcome for outcome in window.outcomes if outcome.intended_seconds <= ended)
+            if window.ended_seconds > ended and all(outcome.end_seconds for outcome in counted):
+                break
+    done = [outcome for outcome in window.outcomes if outcome.end_seconds]
+    return replace(LoadRun.ended_now(done, *start), began_seconds=began, ended_seconds=ended)
+
+
 def measure_loads(
     arguments: argparse.Namespace, service: ServiceProcess, other_key: str, num_slots: int
 ) -> dict[str, Any]:
@@ -86,49 +102,49 @@ def measure_loads(
 
     Raises MeasurementFailed if no request ends at saturation.
     """
-    target, seconds = service.target, arguments.seconds
+    target, settle = service.target, arguments.settle_seconds
     sizes = {name: getattr(arguments, name) for name in ("prompt_tokens", "output_tokens", "seed")}
     # Requests of one length that begin together also end together, and the load would come in waves.
-    _, workload = discover(target, WorkloadSpec(kind=WorkloadKind.LOGNORMAL, **sizes))
+    model, workload = discover(target, WorkloadSpec(kind=WorkloadKind.LOGNORMAL, **sizes))
     requests = map(workload.request, itertools.count())
-    client = CompletionClient(target)
 
-    def load(label: str, seconds: float, *, num_streams: int = 0, rate: float = 0.0) -> LoadRun:
-        """Run a closed loop of `num_streams`, or an open loop with `rate` per second. Count its last `seconds`."""
-        show(label)
-        start = time.perf_counter()
-        began, ended = start + arguments.settle_seconds, start + arguments.settle_seconds + seconds
-        if num_streams:
-            timely = itertools.takewhile(lambda _: time.perf_counter() < ended, requests)
-            run = run_closed(client, timely, num_streams=num_streams)
-        else:
-            offsets = itertools.takewhile(lambda offset: offset < ended - start, arrivals(rate, arguments.seed))
-            run = run_open(client, requests, offsets=offsets)
+    def saturate(client: CompletionClient) -> LoadRun:
+        """Run a closed loop with a stream for each slot, and count all but its first seconds."""
+        began = time.perf_counter() + settle
+        ended = began + arguments.saturation_seconds
+        timely = itertools.takewhile(lambda _: time.perf_counter() < ended, requests)
+        run = run_closed(client, timely, num_streams=num_slots)
         return replace(run, began_seconds=began, ended_seconds=ended)
 
-    saturation = load("saturation", arguments.saturation_seconds, num_streams=num_slots)
-    if not saturation.requests_per_second:
-        client.close()
-        raise MeasurementFailed("no request ended at saturation; choose more --saturation-seconds")
-    rate = arguments.times * saturation.requests_per_second
-    # Separate processes, so that the clients with the SDK do not wait for the other clients of the load test.
-    with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        own_key = pool.submit(call_by_sdk, target.url, other_key, seconds, 2)
-        same_key = pool.submit(call_by_sdk, target.url, str(target.api_key), seconds, 10)
-        memory = gevent.spawn(watch_memory, service, arguments.settle_seconds + seconds)
-        overload = load("overload", seconds, rate=rate)
-        sdk = {"own_key": own_key.result(), "key_of_the_flood": same_key.result()}
-    retry_after = retry_after_errors(target.fetch("/metrics").decode())
-    again = load("saturation again", arguments.saturation_seconds, num_streams=num_slots)
-    client.close()
+    with closing(CompletionClient(target)) as client:
+        show("saturation")
+        saturation = saturate(client)
+        if not saturation.requests_per_second:
+            raise MeasurementFailed("no request ended at saturation; choose more --saturation-seconds")
+        show("overload")
+        rate = arguments.times * saturation.requests_per_second
+        load = OpenLoop(client, requests, model=model, seed=arguments.seed)
+        # Separate processes, so that the clients with the SDK do not wait for the other clients of the load test.
+        with ProcessPoolExecutor(max_workers=2, mp_context=multiprocessing.get_context("spawn")) as pool:
+            users = {"own_key": (other_key, 2), "key_of_the_flood": (str(target.api_key), 10)}
+            calls = {name: pool.submit(call_by_sdk, target.url, key, arguments.seconds, retries)
+                     for name, (key, retries) in users.items()}  # fmt: skip
+            memory = gevent.spawn(watch_memory, service, settle + arguments.seconds)
+            overload = send(load, rate, settle, arguments.seconds)
+            sdk = {name: call.result() for name, call in calls.items()}
+        retry_after = retry_after_errors(target.fetch("/metrics").decode())
+        show("saturation again")
+        again = saturate(client)
     capacity = (saturation.tokens_per_second + again.tokens_per_second) / 2
     served = overload.tokens_per_second + sum(user["tokens_per_second"] for user in sdk.values())
     figures = [
-        {name: value for name, value in summarize(load, label=label, slo=Slo()).items() if not isinstance(value, list)}
+        without_details(summarize(load, label=label, slo=Slo()))
         for label, load in (("saturation", saturation), ("overload", overload), ("saturation again", again))
     ]
     before, during, after = (load["p99_ttft_ms"] for load in figures)
     return {
+        "url": target.url,
+        "model_id": model,
         "rate": round(rate, 2),
         "loads": figures,
         "throughput_share": round(served / capacity, 4),
@@ -170,7 +186,7 @@ _OPTIONS = {
     "output-tokens": (64, "number of tokens in a completion"),
     "seed": (0, "seed of the requests and of their arrival times"),
 }
-main = partial(run_program, "loadtest.scenarios.bench_overload", __doc__, _OPTIONS, measure)
+main = partial(run_program, "loadtest.scenarios.bench_overload", __doc__, _OPTIONS, measure, report=write_load_report)
 
 
 if __name__ == "__main__":

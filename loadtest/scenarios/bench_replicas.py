@@ -10,7 +10,6 @@ import os
 import random
 import shlex
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,15 +20,16 @@ from typing import Any
 
 import gevent
 import gevent.event
-from prometheus_client.parser import text_string_to_metric_families
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
 from loadtest.client.report import Slo, summarize
+from loadtest.client.requests import ChatRequest, LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target, discover
-from loadtest.client.workload import ChatRequest, LoadRequest, Workload, WorkloadKind, WorkloadSpec
+from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import ForeignWork, MeasurementFailed, run_program, show
 from loadtest.measurement.figures import ratio_spread
 from loadtest.scenarios.service_benchmark import ServiceProcess, cpu_seconds, kvasir_serve, run_closed
+from loadtest.sweep.server_side import scrape
 
 _CASES = (("cache_aware", 1), ("cache_aware", 2), ("round_robin", 2))
 _CONVERSATIONS, _TURNS, _TURN_TOKENS, _LONG_TOKENS = 15, 5, 48, 128
@@ -107,12 +107,9 @@ def deployed(
 
 def prompt_tokens(replicas: Sequence[ServiceProcess]) -> tuple[float, float]:
     """Return the prompt tokens that replicas processed, and how many of these they found in the prefix cache."""
-    totals = Counter[str]()
-    for replica in replicas:
-        with urllib.request.urlopen(f"{replica.target.url}/metrics", timeout=30) as response:
-            for family in text_string_to_metric_families(response.read().decode()):
-                totals.update({sample.name: sample.value for sample in family.samples})
-    return totals["llm_prompt_tokens_total"], totals["llm_prompt_tokens_cached_total"]
+    pages = [scrape(replica.target) for replica in replicas]
+    all_tokens, cached = (f"llm_prompt_tokens_{name}" for name in ("total", "cached_total"))
+    return sum(page[all_tokens] for page in pages), sum(page.get(cached, 0.0) for page in pages)
 
 
 def summary(label: str, run: LoadRun, client: RetryingClient) -> dict[str, Any]:

@@ -8,14 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from loadtest.client.outcome import LoadRun
+from loadtest.client.report import latencies_ms
 from loadtest.client.sse_client import discover
 from loadtest.client.workload import WorkloadSpec
 from loadtest.inprocess.engine import EngineRun, InProcess
 from loadtest.measurement.benchmark_program import run_program, show
-from loadtest.measurement.figures import ratio_spread, spread
+from loadtest.measurement.figures import percentiles, ratio_spread, spread
 from loadtest.scenarios.service_benchmark import ServiceProcess, complete_all, cpu_seconds, kvasir_serve, serve_settings
 
 _IDLE_WINDOWS, _MIN_REQUESTS = 5, 4
@@ -69,13 +68,8 @@ def summarize(num_streams: int, http: Sequence[LoadRun], engine: Sequence[Engine
         "engine_tokens_per_second": spread(engine_rates),
         "ratio": ratio_spread(http_rates, engine_rates),
         "client_cpu_share": spread(run.client_cpu_share for run in http),
-        "http_ttft_ms": _percentiles([o.ttft_seconds for o in outcomes if o.ttft_seconds is not None]),
-        "http_itl_ms": _percentiles([gap for outcome in outcomes for gap in outcome.itl_seconds]),
+        **{f"http_{name}_ms": percentiles(latencies_ms(outcomes)[name], (50, 95, 99)) for name in ("ttft", "itl")},
     }
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    return {f"p{p}": 1e3 * float(np.percentile(seconds, p)) if seconds else None for p in (50, 95, 99)}
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks that start a service: server process, closed and open loop."""
+"""Common parts of the benchmarks that start a service: server process and closed loop."""
 
 import argparse
 import socket
@@ -8,14 +8,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import gevent
 import psutil
 
 from loadtest.client.outcome import Ending, LoadRun, Outcome
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target
-from loadtest.client.workload import LoadRequest
 from loadtest.measurement.benchmark_program import MeasurementFailed
 from service.config.settings import ServeSettings, read_settings
 
@@ -100,7 +100,7 @@ def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num
 
     Each client waits for the end of its previous request, and then for the Retry-After if it was rejected.
     """
-    queue, outcomes = iter(requests), list[Outcome]()
+    queue, outcomes, began = iter(requests), list[Outcome](), (time.perf_counter(), time.process_time())
 
     def stream() -> None:
         for request in queue:
@@ -108,25 +108,7 @@ def run_closed(client: CompletionClient, requests: Iterable[LoadRequest], *, num
             outcomes.append(outcome)
             gevent.sleep(outcome.retry_after_seconds)
 
-    return _join(outcomes, [gevent.spawn(stream) for _ in range(num_streams)])
-
-
-def run_open(client: CompletionClient, requests: Iterable[LoadRequest], *, offsets: Iterable[float]) -> LoadRun:
-    """Send each request at its offset in seconds from now, and return the load. A rejected request is not repeated."""
-    outcomes, start = list[Outcome](), time.perf_counter()
-
-    def send(request: LoadRequest, intended: float) -> None:
-        gevent.sleep(max(0.0, intended - time.perf_counter()))
-        outcomes.append(client.complete(request, intended_seconds=intended))
-
-    pairs = zip(offsets, requests, strict=False)
-    return _join(outcomes, [gevent.spawn(send, request, start + offset) for offset, request in pairs])
-
-
-def _join(outcomes: list[Outcome], greenlets: list[Any]) -> LoadRun:
-    """Run the given greenlets to their ends, and return the load of the requests that they sent."""
-    began = time.perf_counter(), time.process_time()
-    gevent.joinall(greenlets, raise_error=True)
+    gevent.joinall([gevent.spawn(stream) for _ in range(num_streams)], raise_error=True)
     return LoadRun.ended_now(outcomes, *began)
 
 

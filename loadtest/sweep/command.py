@@ -1,4 +1,4 @@
-"""Command `kvasir loadtest`: sweep a server with OpenAI's API to its limits."""
+"""Command `kvasir loadtest`: sweep a server with OpenAI's API to its limits, or replay recorded traffic on it."""
 
 import argparse
 import itertools
@@ -19,20 +19,23 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from loadtest.client.canaries import Canaries
 from loadtest.client.outcome import Ending
 from loadtest.client.report import Slo, add_slo_arguments
-from loadtest.client.sse_client import CompletionClient, Target, discover
-from loadtest.client.workload import LoadRequest, add_workload_arguments, spec_from_arguments
+from loadtest.client.requests import LoadRequest
+from loadtest.client.sse_client import CompletionClient
+from loadtest.client.workload import add_workload_arguments
 from loadtest.measurement.benchmark_program import (
     CommandParser,
     MeasurementFailed,
     add_options,
+    new_run,
     read_arguments,
     run_benchmark,
 )
 from loadtest.sweep.compare import Verdict, compare, comparison_text
 from loadtest.sweep.figures import findings, number, sweep_figures, sweep_table, warnings
 from loadtest.sweep.level import Level, Load, WindowPlan, measure
-from loadtest.sweep.open_loop import OpenLoop
+from loadtest.sweep.open_loop import OpenLoop, reach
 from loadtest.sweep.page import write_report
+from loadtest.sweep.replay import add_replay_arguments, replay
 from loadtest.sweep.search import levels_left, next_rate, settled
 from loadtest.sweep.server_side import phases_ms, scrape
 
@@ -138,20 +141,14 @@ def upcoming(arguments: argparse.Namespace, levels: Sequence[Level], first: floa
 
 def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     """Sweep the server at `--url`, print the result, and return its figures. An interrupted sweep keeps its levels."""
-    if not 0.0 <= arguments.canary_share <= 1.0:
-        raise ValueError("--canary-share must be from 0 to 1")
     least = {"precision": 0.001, "windows": 3, "window_seconds": 0.001}
     for name, value in least.items():
         if getattr(arguments, name) < value:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {value:g}")
     if min(arguments.rates or [1.0]) <= 0.0:
         raise ValueError("--rates must be above 0")
-    spec, slo, target = spec_from_arguments(arguments), Slo.from_arguments(arguments), Target.parse(arguments.url)
-    try:
-        discovered, workload = discover(target, spec)
-    except OSError as error:
-        raise MeasurementFailed(f"{target.url} does not answer: {error}; is the server running?") from error
-    model, requests = arguments.model or discovered, map(workload.request, itertools.count())
+    slo, (target, model, workload) = Slo.from_arguments(arguments), reach(arguments)
+    requests = iter(workload)
     levels, is_interrupted = list[Level](), False
     with closing(CompletionClient(target, timeout_seconds=arguments.request_timeout)) as client:
         alone = probe(client, list(itertools.islice(requests, _NUM_PROBES)), model)
@@ -193,40 +190,47 @@ def run_compare(arguments: argparse.Namespace) -> int:
     return int(any(row["verdict"] is Verdict.REGRESSION for row in rows))
 
 
+def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of both ways to measure a server to a parser."""
+    parser.add_argument("--url", required=True, help="URL of the server, for example http://127.0.0.1:8000")
+    parser.add_argument("--model", help="model id to request (default: the first of /v1/models)")
+    text = "JSON file, or a directory in which each run gets one; the report is written beside it, as .html and .md"
+    parser.add_argument("--out", type=Path, metavar="PATH", help=text)
+    add_workload_arguments(parser.add_argument_group("workload"))
+    add_slo_arguments(parser.add_argument_group("objectives"))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvasir loadtest`, and return the exit code: 0; 1 failed or interrupted; 2 invalid arguments."""
     parser = CommandParser(
         prog="kvasir loadtest",
-        description="Find the capacity of a running server with OpenAI's API, and the highest rate within objectives.",
+        description="Find the limits of a running server with OpenAI's API, or replay recorded traffic on it.",
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     text = "measure the server at rates from idle to overload"
     sweeping = commands.add_parser("sweep", help=text, description=sweep.__doc__)
-    sweeping.add_argument("--url", required=True, help="URL of the server, for example http://127.0.0.1:8000")
-    sweeping.add_argument("--model", help="model id to request (default: the first of /v1/models)")
-    sweeping.add_argument(
-        "--out", type=Path, metavar="FILE.json", help="output file; the report is written beside it, as .html and .md"
-    )
     text = "measure these rates, in requests per second, instead of searching; equal rates can be compared"
     sweeping.add_argument("--rates", type=float, nargs="+", metavar="RATE", help=text)
     add_options(sweeping, _OPTIONS)
-    add_workload_arguments(sweeping.add_argument_group("workload"))
-    add_slo_arguments(sweeping.add_argument_group("objectives"))
-    text = "compare the results of two sweeps"
+    text = "send recorded traffic, or a workload whose rate changes"
+    replaying = commands.add_parser("replay", help=text, description=replay.__doc__)
+    add_replay_arguments(replaying)
+    for command in (sweeping, replaying):
+        _add_common_arguments(command)
+    text = "compare the results of two sweeps or replays"
     comparing = commands.add_parser("compare", help=text, description=run_compare.__doc__)
     comparing.add_argument("before", type=Path, help="JSON file of a sweep")
     comparing.add_argument("after", type=Path, help="JSON file of a later sweep")
     add_options(comparing, {"tolerance": (0.05, "change that is no regression, as a share")})
     arguments = read_arguments(parser, argv)
     if arguments.command is None:
-        parser.error("name a command: sweep, compare")
+        parser.error("name a command: sweep, replay, compare")
     if arguments.command == "compare":
         return run_compare(arguments)
-    arguments.given.remove("sweep")  # part of the parser's prog
-    code = run_benchmark(sweeping, arguments, lambda: sweep(arguments), prints_json=False)
-    if code != 2 and arguments.out is not None and arguments.out.is_file():
-        print(*write_report(arguments.out), sep="\n")
-    return code
+    command, measured = (sweeping, sweep) if arguments.command == "sweep" else (replaying, replay)
+    if arguments.out is not None and arguments.out.suffix != ".json":
+        arguments.out = new_run(arguments.out, arguments.command)
+    return run_benchmark(command, arguments, lambda: measured(arguments), prints_json=False, report=write_report)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Comparison of two sweeps: the change of each figure with its interval, and a verdict against a tolerance."""
+"""Comparison of two sweeps or replays: each figure's change with its interval, and a verdict against a tolerance."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 from loadtest.measurement.figures import Column, table
 from loadtest.sweep.figures import METRICS, PERCENTILES, number
 
+_RATES = ("request_throughput", "output_throughput", "request_goodput")
 _SAME_RATE = 0.01  # rates that differ by less than this share are compared
-_CONTEXT = ("model_id", "workload", "settings", "slo", "machine")
+_CONTEXT = ("url", "model_id", "workload", "settings", "slo", "machine")
 
 
 class Verdict(StrEnum):
@@ -42,8 +43,8 @@ def figures_of(sweep: Mapping[str, Any]) -> Iterator[tuple[float | None, Figure]
             yield None, Figure(name, highest, highest, above or highest, True)
     for level in sweep["levels"]:
         keys = {f"p{percentile:g}_{metric}_ms": False for metric in METRICS for percentile in PERCENTILES}
-        for key, is_rate in ({"request_throughput": True, "output_throughput": True} | keys).items():
-            if level[key]:
+        for key, is_rate in (dict.fromkeys(_RATES, True) | keys).items():
+            if level[key] is not None:
                 name = key.replace("e2el", "e2e").replace("_", " ").removesuffix(" ms")
                 low, high = level["intervals"][key]
                 yield level["rate"], Figure(name, level[key], low, high, is_rate)
@@ -54,13 +55,13 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], tolerance: floa
     rows = []
     for rate, old in figures_of(before):
         for other_rate, new in figures_of(after):
-            if old.name != new.name or (rate is None) != (other_rate is None):
+            if old.name != new.name or (rate is None) != (other_rate is None) or not old.value:
                 continue
             if rate is not None and other_rate is not None and abs(other_rate / rate - 1) > _SAME_RATE:
                 continue
             change = new.value / old.value - 1
-            # The relative errors of a ratio's two sides add like independent errors.
-            margin = (1 + change) * math.hypot(*((each.high - each.low) / 2 / each.value for each in (old, new)))
+            # Of the difference: a ratio's own interval says nothing where the old figure is uncertain and small.
+            margin = math.hypot(*((each.high - each.low) / 2 for each in (old, new))) / old.value
             is_worse = (change < 0) == old.is_rate
             verdict = Verdict.SAME
             if abs(change) > tolerance:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.client.outcome import Ending
+from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.report import Slo, latencies_ms, summarize
 from loadtest.measurement.benchmark_program import QUIET_CORES
 from loadtest.measurement.figures import Column, table
@@ -56,9 +56,24 @@ def level_figures(level: Level, slo: Slo) -> dict[str, Any]:
         "window_seconds": level.window_seconds,
         "num_windows": len(windows),
         "server_ms": level.server_ms,
+        "kinds": kind_figures(run.sent, slo),
         "late_send_p99_ms": float(np.percentile(late, 99)) if late else None,
         "intervals": intervals,
     }
+
+
+def kind_figures(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, dict[str, Any]]:
+    """Return the figures of each kind of requests: counts by result, requests within the objectives, latencies."""
+    rows: dict[str, dict[str, Any]] = {}
+    for kind in sorted({outcome.kind for outcome in outcomes}):
+        own = [outcome for outcome in outcomes if outcome.kind == kind]
+        done = [outcome for outcome in own if outcome.ending is Ending.OK]
+        counts = {"sent": len(own), "completed": len(done), "failed": sum(each.ending.is_failure for each in own)}
+        rows[kind] = counts | {"good": sum(map(slo.is_good, own))}
+        for metric, values in latencies_ms(done).items():
+            texts = ((f"p{share}_{metric}_ms", share) for share in (50, 95))
+            rows[kind] |= {name: float(np.percentile(values, share)) if values else None for name, share in texts}
+    return rows
 
 
 def _bootstrap(parts: Sequence[np.ndarray[Any, Any]], percentiles: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -145,7 +160,9 @@ def sweep_table(sweep: Mapping[str, Any]) -> str:
 
 
 def findings(sweep: Mapping[str, Any]) -> list[str]:
-    """Return what a sweep found, a sentence or two each; the first names the limiting factor."""
+    """Return what a sweep or a replay found, a sentence or two each; the first of a sweep names the limiting factor."""
+    if "findings" in sweep:  # of a replay
+        return list(sweep["findings"])
     if not sweep["levels"]:
         return ["No rate was measured."]
     stable, within = sweep["stable_rate"], sweep["slo_rate"]

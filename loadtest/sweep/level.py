@@ -32,6 +32,7 @@ class State(StrEnum):
 
     STABLE = "stable"
     OVERLOADED = "overloaded"  # requests in flight grow, or are rejected or lost
+    REPLAYED = "replayed"  # a trace, whose rate is what it is
     UNCLEAR = "unclear"  # neither is certain: close to the capacity, or an unsteady server
 
 

@@ -201,6 +201,10 @@ def _text(value: Any) -> str:
     return number(value) if value is None or isinstance(value, float | int) else str(value)
 
 
+def _title(sweep: Mapping[str, Any]) -> str:
+    return f"Load {sweep.get('kind', 'sweep')} of {sweep['model_id']}"
+
+
 def html_page(sweep: Mapping[str, Any]) -> str:
     """Return the report of a sweep as an HTML page."""
     lead, *others = findings(sweep)
@@ -221,13 +225,13 @@ def html_page(sweep: Mapping[str, Any]) -> str:
         f'<table class="facts"><tbody>{facts}</tbody></table>',
     ]
     template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    title, subtitle = (f"Load sweep of {sweep['model_id']}", f"{sweep['url']}, {sweep.get('date', '')}")
+    title, subtitle = (_title(sweep), f"{sweep['url']}, {sweep.get('date', '')}")
     return template.substitute(title=escape(title), subtitle=escape(subtitle), body="\n".join(body))
 
 
 def markdown_page(sweep: Mapping[str, Any]) -> str:
     """Return the report of a sweep as Markdown, without plots."""
-    lines = [f"# Load sweep of {sweep['model_id']}", "", *(f"- {line}" for line in findings(sweep))]
+    lines = [f"# {_title(sweep)}", "", *(f"- {line}" for line in findings(sweep))]
     lines += ["", *(f"- warning: {line}" for line in warnings(sweep)), "", "## Rates", "", sweep_table(sweep)]
     facts = "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in _facts(sweep))
     return "\n".join([*lines, "## Settings and provenance", "", "| | |", "|---|---|", facts, ""])

@@ -46,7 +46,7 @@ def error_of(reply: Reply) -> dict[str, Any] | None:
     return _error(data, reply.status)
 
 
-def _error(text: str, status: int) -> dict[str, Any]:
+def _error(text: str, status: int | None) -> dict[str, Any]:
     try:
         error = json.loads(text)["error"]
         return {name: error[name] for name in ("message", "type", "param", "code")}

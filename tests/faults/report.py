@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from loadtest.client.report import Slo, markdown, summarize
 from tests.faults.injection import HANG_SECONDS
 from tests.faults.suite import Result
 
@@ -32,6 +33,7 @@ must be bitwise identical.""",
 def page(result: Result, where: Mapping[str, Any]) -> str:
     """Return the page. `where` has command, date, commit, machine and versions."""
     tally, machine = result.tally, where["machine"]
+    assert result.load is not None
     sections = [
         _INTRODUCTION,
         _ROUNDING[result.plan.dtype],
@@ -44,6 +46,11 @@ def page(result: Result, where: Mapping[str, Any]) -> str:
         _table(("outcome", "requests"), sorted(tally.endings.items())),
         "## Faults",
         _table(("fault", "times"), sorted(result.fault_counts.items())),
+        "## Latency during the faults",
+        "Of the requests whose clients read without delay, in the terms of [the load test](loadtest.md#terms). A "
+        f"hung worker is detected after {HANG_SECONDS:g} s, and replacing a dead worker also pauses its streams. The "
+        f"longest pause within a stream was {_longest_pause(result):.2f} s.",
+        markdown([summarize(result.load, label="faults", slo=Slo(max_failed_share=None))]),
         "## Clients that disconnected",
         "Each client disconnects at one of six moments, from before the first byte of the response to after the last. "
         "*Computed* counts tokens computed by the engine, *sent* counts tokens sent by the server, and *wasted* is "
@@ -63,12 +70,15 @@ def _verdict(result: Result) -> str:
     lines = [
         f"**{tally.num_compared:,} responses compared, with {tally.num_tokens:,} tokens; "
         f"{sum(result.fault_counts.values())} faults, {result.counted['worker_restarts_total']:g} worker deaths; "
-        f"{len(result.complaints)} errors found.** The longest pause within a stream was {tally.longest_gap:.2f} s. A "
-        f"hung worker is detected after {HANG_SECONDS:g} s, and replacing a dead worker also pauses its streams."
+        f"{len(result.complaints)} errors found.**"
     ]
     if result.complaints:
         lines += ["", "Errors found:", "", *(f"- {complaint}" for complaint in result.complaints[:20])]
     return "\n".join(lines)
+
+
+def _longest_pause(result: Result) -> float:
+    return max((gap for outcome in result.tally.outcomes for gap in outcome.itl_seconds), default=0.0)
 
 
 def _left(result: Result) -> Iterable[tuple[object, ...]]:

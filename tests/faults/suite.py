@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from loadtest.client.outcome import LoadRun
 from tests.e2e.process import Service, alive, serving_anew
 from tests.faults.census import Census, back_to, idle
 from tests.faults.disconnects import RESUME_SECONDS, Departures, Kind, askable, depart
@@ -57,6 +58,7 @@ class Result:
 
     plan: Plan
     tally: Tally
+    load: LoadRun | None = None  # of the clients that read without delay, during the faults
     faults: list[Event] = field(default_factory=list)
     departures: list[Departures] = field(default_factory=list)
     counted: dict[str, float] = field(default_factory=dict)  # totals of the server's metrics
@@ -97,7 +99,9 @@ async def _run(service: Service, plan: Plan, seen: dict[int, psutil.Process]) ->
     async with watched(service, seen):
         await traffic.learn(at_once=1)
         result.before = await _census(service)
+        began = time.perf_counter(), time.process_time()
         injection = await _disturb(service, traffic, plan, choose)
+        result.load = LoadRun.ended_now(list(traffic.tally.outcomes), *began)
         result.faults = injection.events
         result.complaints += _unexplained(injection, traffic.tally)
         await idle(service)

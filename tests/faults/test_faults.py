@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from loadtest.measurement.benchmark_program import provenance
 from tests.faults.injection import FAULTS
+from tests.faults.report import page
 from tests.faults.suite import Plan, run
 from tests.tiny_model import save_tiny_checkpoint
 
@@ -19,4 +21,5 @@ def test_every_response_is_correct_or_a_permitted_error_and_no_resource_leaks(tm
     assert result.complaints == []
     assert result.tally.num_compared > plan.num_questions
     assert set(result.fault_counts) == {fault.name for fault in FAULTS} | {"flood"}
+    assert "| faults |" in page(result, provenance("tests.faults", []))
     assert result.counted["worker_restarts_total"] == sum(fault.num_deaths for fault in FAULTS)

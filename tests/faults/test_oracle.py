@@ -14,7 +14,8 @@ USAGE = {"prompt_tokens": 4, "completion_tokens": 2, "total_tokens": 6}
 
 
 def reply(content: str, status: int = 200, **headers: str) -> Reply:
-    reply = Reply(status=status, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    reply = Reply()
+    reply.status, reply.headers = status, {name.replace("_", "-"): value for name, value in headers.items()}
     reply.content += content.encode()
     return reply
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.workload import ClientKind
 from tests.faults.oracle import CASUALTIES, Answer, Oracle, WrongAnswer
 from tests.faults.questions import TEXT, Question
 from tests.faults.wire import Moment, Reading, Reply, exchange, request_bytes
@@ -37,9 +39,26 @@ class Tally:
     endings: Counter[str] = field(default_factory=Counter)
     num_compared: int = 0
     num_tokens: int = 0
-    longest_gap: float = 0.0
+    outcomes: list[Outcome] = field(default_factory=list)  # of clients that read without delay
     casualties: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each failed request
     complaints: list[str] = field(default_factory=list)
+
+    def time(self, answer: Answer | dict[str, Any], reply: Reply) -> None:
+        """Add the times of a response to the outcomes, as the load test records them."""
+        is_right, usage = isinstance(answer, Answer), answer.usage if isinstance(answer, Answer) else {}
+        outcome = Outcome(
+            index=len(self.outcomes),
+            client=ClientKind.STREAMING if reply.is_stream else ClientKind.WHOLE,
+            intended_seconds=reply.began,
+            sent_seconds=reply.began,
+            ending=Ending.OK if is_right else Ending.SHED if reply.status == 429 else Ending.HTTP_ERROR,
+            detail="" if isinstance(answer, Answer) else answer["code"],
+            chunk_seconds=reply.piece_seconds if reply.is_stream else [],
+            end_seconds=reply.ended,
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            completion_tokens=usage.get("completion_tokens", 0),
+        )
+        self.outcomes.append(outcome)
 
     def saw(self, outcome: Answer | dict[str, Any], reply: Reply) -> None:
         """Count a correct response or a permitted error."""
@@ -136,10 +155,10 @@ class Traffic:
                 case _:
                     reading = {"read slowly": _SLOW, "sent in pieces": _DRIPPING}.get(manner, Reading())
                     reply = await exchange(self._port, request_bytes(question.path, body), reading, choose)
-                    if manner == "read without delay":
-                        self.tally.longest_gap = max(self.tally.longest_gap, reply.longest_gap)
             outcome = self._oracle.judge(number, question, reply)
             self.tally.saw(outcome, reply)
+            if manner == "read without delay":
+                self.tally.time(outcome, reply)
             if not isinstance(outcome, Answer) and "retry-after-ms" in reply.headers and manner != "in a flood":
                 await asyncio.sleep(min(1.0, int(reply.headers["retry-after-ms"]) / 1000))
         except (WrongAnswer, AssertionError, OSError, TimeoutError) as error:

@@ -5,11 +5,12 @@ import json
 import random
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import httptools
+from loadtest.client import http1
+from loadtest.client.http1 import ResponseReader
 
 # A response that takes longer is a hang, since no fault delays a response for so long.
 PATIENCE_SECONDS = 120.0
@@ -42,53 +43,31 @@ class Reading:
     leaves_after: float = 0.5
 
 
-@dataclass(slots=True)
-class Reply:
-    """Received part of a response. `longest_gap` is the longest time between two pieces of its body, in seconds."""
+class Reply(ResponseReader):
+    """Received part of a response, read as the load test reads one. Times are `time.monotonic()` seconds.
 
-    status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)
-    content: bytearray = field(default_factory=bytearray)
-    is_complete: bool = False
-    longest_gap: float = 0.0
-    began: float = field(default_factory=time.monotonic)
-    ended: float = 0.0
-    _last_piece: float = 0.0
+    piece_seconds: arrival time of each piece of the body.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(time.monotonic())
+        self.content = bytearray()
+        self.began = self.ended = self.now
+        self.piece_seconds: list[float] = []
 
     @property
     def text(self) -> str:
         return self.content.decode()
 
-    @property
-    def is_stream(self) -> bool:
-        return self.headers.get("content-type", "").startswith("text/event-stream")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
     def on_body(self, body: bytes) -> None:
-        now = time.monotonic()
-        if self._last_piece:
-            self.longest_gap = max(self.longest_gap, now - self._last_piece)
-        self._last_piece = now
+        self.piece_seconds.append(self.now)
         self.content += body
-
-    def on_message_complete(self) -> None:
-        self.is_complete = True
 
 
 def request_bytes(path: str, body: Mapping[str, Any] | bytes, headers: Mapping[str, str] | None = None) -> bytes:
     """Return the bytes of a POST request with `connection: close`."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    fields = {
-        "host": "kvasir",
-        "connection": "close",
-        "content-type": "application/json",
-        "content-length": str(len(content)),
-        **(headers or {}),
-    }
-    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items()), "", ""]
-    return "\r\n".join(lines).encode() + content
+    return http1.request_bytes(path, content, {"host": "kvasir", "connection": "close", **(headers or {})})
 
 
 async def exchange(port: int, sent: bytes, reading: Reading, choose: random.Random) -> Reply:
@@ -134,7 +113,6 @@ async def _send(writer: asyncio.StreamWriter, sent: bytes, reading: Reading, cho
 
 
 async def _read(reader: asyncio.StreamReader, reply: Reply, reading: Reading) -> None:
-    parser = httptools.HttpResponseParser(_Parsed(reply))
     if reading.leaves is Moment.ASKED:
         await asyncio.sleep(reading.leaves_after)
         return
@@ -144,16 +122,6 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, reading: Reading) ->
         piece = await reader.read(512 if reading.slow_seconds else 2**16)
         if not piece:
             return
-        parser.feed_data(piece)
-        reply.status = reply.status or parser.get_status_code()
+        reply.feed(piece, time.monotonic())
         if reading.slow_seconds:
             await asyncio.sleep(reading.slow_seconds)
-
-
-class _Parsed:
-    """Callbacks of the httptools parser, which calls only the methods that exist."""
-
-    def __init__(self, reply: Reply) -> None:
-        self.on_header = reply.on_header
-        self.on_body = reply.on_body
-        self.on_message_complete = reply.on_message_complete

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import ClientKind
+from loadtest.client.outcome import ClientKind, Ending, Outcome
 
 
 def outcome(index: int = 0, **changes: Any) -> Outcome:

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
-from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import ClientKind
+from loadtest.client.outcome import ClientKind, Ending, Outcome
 from loadtest.sweep.level import LoadWindow
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from loadtest.client.outcome import Ending
+from loadtest.client.requests import ChatRequest, LoadRequest
 from loadtest.client.sse_client import Target, discover
-from loadtest.client.workload import ChatRequest, LoadRequest, WorkloadKind, WorkloadSpec
+from loadtest.client.workload import WorkloadKind, WorkloadSpec
 from loadtest.scenarios import bench_replicas
 from loadtest.scenarios.bench_replicas import RetryingClient, traffic
 from tests.loadtest import fake_router, fake_service

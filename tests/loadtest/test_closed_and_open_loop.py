@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Iterator
-
-import pytest
+from contextlib import closing
 
 from loadtest.client.outcome import Ending, LoadRun
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target
-from loadtest.client.workload import LoadRequest, arrivals
-from loadtest.scenarios.service_benchmark import run_closed, run_open
+from loadtest.scenarios.service_benchmark import run_closed
+from loadtest.sweep.open_loop import OpenLoop
 from tests.loadtest.stub_server import Script, StubServer
 
 
@@ -42,15 +42,13 @@ def test_a_rejected_client_waits_for_retry_after() -> None:
 
 
 def test_an_open_loop_sends_on_time_to_a_slow_server() -> None:
-    with StubServer(Script(first_seconds=0.3)) as server:
-        client = CompletionClient(Target.parse(server.url))
-        run = run_open(client, some_requests(10), offsets=arrivals(200.0, 3))
-        client.close()
-    times = sorted(outcome.intended_seconds for outcome in run.outcomes)
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    expected = list(itertools.islice(arrivals(200.0, 3), 10))
-    assert gaps == pytest.approx([later - earlier for earlier, later in itertools.pairwise(expected)], abs=1e-6)
-    assert all(outcome.ending is Ending.OK and outcome.sent_seconds >= outcome.intended_seconds - 1e-3
-               for outcome in run.outcomes)  # fmt: skip
-    # Ten requests of 0.3 s each were under way together: one after the other they would take 3 s.
-    assert times[-1] < min(outcome.end_seconds for outcome in run.outcomes)
+    with StubServer(Script(first_seconds=0.3)) as server, closing(CompletionClient(Target.parse(server.url))) as client:
+        windows = OpenLoop(client, some_requests(30), model="stub", seed=3).windows(10, 0.05)
+        first, *_, last = itertools.islice(windows, 3)
+        windows.close()
+    times = [outcome.intended_seconds for outcome in last.outcomes]
+    assert times == sorted(times)
+    assert sum(first.ended_seconds - 0.05 <= moment < first.ended_seconds for moment in times) == 10
+    assert all(outcome.sent_seconds >= outcome.intended_seconds - 1e-3 for outcome in last.outcomes)
+    # No request has ended after 0.15 s, and one after the other they would take 9 s.
+    assert len(server.requests) == len(last.outcomes) == 30

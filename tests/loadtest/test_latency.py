@@ -1,15 +1,13 @@
-"""bench_latency: figures of arrivals, the page and the picture, and a measurement on a stub server."""
+"""bench_latency: figures of arrivals, the page, and a measurement on a stub server."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loadtest.client.sse_client import Target
-from loadtest.docgen import pictures
 from loadtest.docgen.pages import NAMES, RESULTS, performance_page
-from loadtest.measurement.benchmark_program import MeasurementFailed, is_picture_of
+from loadtest.measurement.benchmark_program import MeasurementFailed
 from loadtest.scenarios import bench_latency
 from loadtest.scenarios.bench_latency import PromptArrival, gaps_within, measure, steps_between, summarize
 from tests.loadtest.stub_server import Script, StubServer
@@ -74,15 +72,6 @@ def test_the_page_shows_the_figures_of_the_result() -> None:
     assert "| 64 | inf | 10.0 (10.0–20.0) | 15.0 (15.0–30.0) | 1.50 (1.50–1.50) | 30 (20–40) |" in page
     assert "| 512 | inf | 10.0 (10.0–20.0) | 40.0 (40.0–80.0) | 4.00 (4.00–4.00) | 30 (20–40) |" in page
     assert "| 512 | 1.75 | 10.0 (10.0–20.0) | 20.0 (20.0–40.0) | 2.00 (2.00–2.00) | 30 (20–40) |" in page
-    assert "](latency.png)" in page
-
-
-def test_the_picture_stores_the_digest_of_its_result(tmp_path: Path) -> None:
-    path, other = tmp_path / "latency.png", result()
-    other["long"]["streams"] = 17
-    pictures.draw_latency(path, result())
-    assert is_picture_of(path, result())
-    assert not is_picture_of(path, other)
 
 
 def test_a_budget_without_room_for_a_prompt_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from loadtest.client import report
-from loadtest.client.outcome import Ending, LoadRun, Outcome
+from loadtest.client.outcome import ClientKind, Ending, LoadRun, Outcome
 from loadtest.client.report import Slo
-from loadtest.client.workload import ClientKind
 from tests.loadtest.outcomes import failed, outcome
 
 # Keys that `vllm bench serve --save-result --save-detailed` (0.33) writes for a completions endpoint. Kvasir leaves out

@@ -46,6 +46,19 @@ def test_a_service_without_tokenize_gives_prompts_by_characters(
     )
 
 
+def test_the_pieces_and_the_context_of_llama_cpp_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fetch(target: Target, path: str, payload: Any = None) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "theirs", "owned_by": "llamacpp", "meta": {"n_ctx": 768, "n_ctx_train": 2048}}]}
+        text = payload["content"]
+        return {"tokens": [{"id": at, "piece": text[at : at + 3]} for at in range(0, len(text), 3)]}
+
+    monkeypatch.setattr(Target, "fetch_json", fetch)
+    _, workload = discover(Target("127.0.0.1", 1), WorkloadSpec(prompt_tokens=100))
+    assert (workload.spec.max_context_tokens, workload.passages.overshoot) == (768, 1.0)
+    assert 3 * 95 <= len(workload.request(0).prompt) <= 3 * 101
+
+
 def test_an_error_status_is_an_os_error() -> None:
     with StubServer() as server, pytest.raises(OSError, match="404"):
         Target.parse(server.url).fetch_json("/nowhere")

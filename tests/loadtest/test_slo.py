@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from loadtest.client.outcome import Ending
+from loadtest.client.outcome import ClientKind, Ending
 from loadtest.client.report import Slo, add_slo_arguments
-from loadtest.client.workload import ClientKind
 from loadtest.measurement.figures import ratio_spread, spread
 from tests.loadtest.outcomes import failed, outcome
 

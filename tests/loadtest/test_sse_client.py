@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import ClientKind, Ending, Outcome
+from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, CompletionReader, SseParser, Target
-from loadtest.client.workload import ClientKind, LoadRequest
 from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
 
 

@@ -94,11 +94,12 @@ def test_an_interrupted_sweep_keeps_its_levels(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(command, "measure", measure)
     with StubServer(Script(gap_seconds=0.002)) as server:
-        assert sweep(server.url, out=tmp_path / "sweep.json") == 1
-    figures = json.loads((tmp_path / "sweep.json").read_text())
+        assert sweep(server.url, out=tmp_path) == 1
+    (path,) = tmp_path.glob("*-sweep/results.json")  # a run has a directory of its own
+    figures = json.loads(path.read_text())
     assert figures["interrupted"]
     assert len(figures["levels"]) == 1
-    assert (tmp_path / "sweep.html").is_file()
+    assert path.with_suffix(".html").is_file()
 
 
 def test_a_server_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,25 +1,30 @@
 """Workloads: determinism, lengths, prefixes and clients."""
 
 import argparse
-import itertools
 import math
 import statistics
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from loadtest.client.outcome import ClientKind
+from loadtest.client.requests import (
+    ConversationRequest,
+    EmbeddingLoadRequest,
+    LoadRequest,
+    StructuredRequest,
+    ToolRequest,
+)
 from loadtest.client.workload import (
     NUM_PREFIXES,
-    ClientKind,
-    LoadRequest,
     Passages,
     Workload,
     WorkloadKind,
     WorkloadSpec,
     add_workload_arguments,
-    arrivals,
     spec_from_arguments,
     tales,
 )
@@ -30,7 +35,7 @@ TOKEN_STRS = [TALES[start : start + 4] for start in range(0, len(TALES), 4)]
 PASSAGES = Passages(TALES, TOKEN_STRS, overshoot=2.5)
 SPECS = st.builds(
     WorkloadSpec,
-    kind=st.sampled_from(WorkloadKind),
+    kind=st.sampled_from(["fixed", "lognormal", "shared-prefix", "mixed", "chat"]),
     prompt_tokens=st.integers(1, 400),
     output_tokens=st.integers(1, 400),
     sigma=st.floats(0, 1),
@@ -61,7 +66,8 @@ def test_every_request_fits_the_context(spec: WorkloadSpec, index: int) -> None:
     assert request.prompt
     assert 1 <= request.max_tokens <= spec.max_context_tokens // 2
     # Each part of a prompt has at least one word, and the longest word of the text has 20 characters.
-    assert len(request.prompt) <= max(4.0 * (spec.max_context_tokens - request.max_tokens), 2 * 20 + 1)
+    text = request.prompt[0] if isinstance(request, ConversationRequest) else request.prompt
+    assert len(str(text)) <= max(4.0 * (spec.max_context_tokens - request.max_tokens), 2 * 20 + 1)
     assert (request.cancel_after is not None) == (request.client is ClientKind.CANCELLING)
     assert request.cancel_after is None or 1 <= request.cancel_after <= request.max_tokens
 
@@ -144,12 +150,10 @@ def test_short_texts_and_tokens_that_do_not_spell_the_text_are_rejected(text: st
 
 def test_a_tokenized_text_gives_prompts_of_the_requested_length() -> None:
     tokenizer = tiny_tokenizer()
-    pieces = [tokenizer.token_bytes(token_id).decode("latin-1") for token_id in tokenizer.encode(TALES)]
-    # The tales have a few dashes that are not ASCII, of three bytes each.
-    text = TALES.encode().decode("latin-1")
-    passages = Passages(text, pieces)
+    pieces = [tokenizer.token_bytes(token_id).decode() for token_id in tokenizer.encode(TALES)]
+    passages = Passages(TALES, pieces)
     for start in range(300):
-        count = len(tokenizer.encode(passages.cut(start, 60).encode("latin-1").decode()))
+        count = len(tokenizer.encode(passages.cut(start, 60)))
         assert 60 - 20 <= count <= 60 + 1  # a word is left out whole, and the first has no space before it
 
 
@@ -173,12 +177,23 @@ def test_every_option_sets_a_field_of_the_spec() -> None:
     assert spec_from_arguments(parser.parse_args([])) == WorkloadSpec()
 
 
-def test_arrivals_are_a_seeded_poisson_process() -> None:
-    def take(rate: float, seed: int) -> list[float]:
-        return list(itertools.islice(arrivals(rate, seed), 4000))
+def test_shares_of_kinds_are_kept_and_every_kind_fits_the_context() -> None:
+    spec = WorkloadSpec(kind="chat=3,multi-turn=2,structured,tools,embeddings", turns=3, max_context_tokens=1024)
+    seen = requests(spec, 800)
+    counts = Counter(type(request) for request in seen)
+    # 800 samples of a fixed seed; 5 standard errors of a share are at most 0.09.
+    assert counts[ConversationRequest] / 800 == pytest.approx(5 / 8, abs=0.09)
+    assert all(counts[kind] / 800 == pytest.approx(1 / 8, abs=0.06) for kind in (StructuredRequest, ToolRequest))
+    talks = [each for each in seen if isinstance(each, ConversationRequest) and each.later]
+    assert {len(talk.later) for talk in talks} == {1, 2}
+    for talk in talks:
+        texts = [*talk.prompt, *(turn.text for turn in talk.later)]
+        answers = talk.max_tokens + sum(turn.max_tokens for turn in talk.later)
+        assert 2.5 * sum(map(len, map(str, texts))) / 4 + answers < 1024 + 2.5 * 20
+    assert all(each.client is ClientKind.WHOLE for each in seen if isinstance(each, EmbeddingLoadRequest))
 
-    gaps = [later - earlier for earlier, later in itertools.pairwise(take(10.0, 1))]
-    # Exponential gaps: mean and standard deviation are both 1 / rate; 5 standard errors of 4,000 are 8 %.
-    assert statistics.mean(gaps) == pytest.approx(0.1, rel=0.08)
-    assert statistics.stdev(gaps) == pytest.approx(0.1, rel=0.12)
-    assert take(10.0, 1) == take(10.0, 1) != take(10.0, 2)
+
+@pytest.mark.parametrize("kind", ["", "songs", "chat=much", "chat=0", "chat=1,,tools"])
+def test_invalid_shares_are_an_error(kind: str) -> None:
+    with pytest.raises(ValueError, match="--workload"):
+        Workload(WorkloadSpec(kind=kind), PASSAGES)

@@ -1,0 +1,1 @@
+"""Recorded traffic: formats of traces, and the requests that repeat one."""
