@@ -116,11 +116,12 @@ def test_the_api_key_is_sent_and_never_printed_or_stored(tmp_path: Path, monkeyp
 
 
 def test_two_workers_send_the_requests_of_one_process_and_their_master_reports_them(tmp_path: Path) -> None:
-    scripts = [Script(first_seconds=0.03, gap_seconds=0.002), Script(status=429)]
+    scripts, port = [Script(first_seconds=0.03, gap_seconds=0.002), Script(status=429)], free_port()
     with StubServer(lambda ordinal: scripts[ordinal % 5 == 4]) as server:
         _, workload = discover(Target.parse(server.url), WorkloadSpec(kind=WorkloadKind.LOGNORMAL, seed=3))
         done = locust(
-            server.url, "-t", "200s", "--processes", "2", "--requests", "40", "--rate", "100", "--seed", "3",
+            server.url, "-t", "200s", "--processes", "2", "--master-port", port, "--master-bind-port", port,
+            "--requests", "40", "--rate", "100", "--seed", "3",
             "--workload", "lognormal", "--canary-share", "0", "--results", str(tmp_path),
             "--json-file", str(tmp_path / "locust"),
         )  # fmt: skip
@@ -143,10 +144,9 @@ def test_two_workers_send_the_requests_of_one_process_and_their_master_reports_t
 
 
 def test_options_and_charts_are_in_locusts_web_page(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "loadtest", "--web-host", "127.0.0.1", "--web-port", url.rpartition(":")[2]]
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "loadtest", "--web-host", "127.0.0.1", "--web-port", port]
     command += ["--results", str(tmp_path), "--canary-share", "0"]
     with StubServer(Script(gap_seconds=0.01)) as server, subprocess.Popen(command, cwd=ROOT) as page:
         try:
@@ -167,6 +167,12 @@ def test_options_and_charts_are_in_locusts_web_page(tmp_path: Path) -> None:
     assert page.returncode == 0
     assert result["slo_breaches"] == []
     assert max(result["output_lens"]) > 5, "the workload of the form"
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def get(url: str, body: bytes | None = None) -> bytes:
