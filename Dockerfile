@@ -23,7 +23,6 @@ COPY --from=build-loadtest /opt/kvasir /opt/kvasir
 COPY loadtest /srv/loadtest
 # Defaults are variables, not CMD, so that an argument of `docker run` overrides one default and keeps the others.
 ENV PYTHONPATH=/srv \
-    LOCUST_LOCUSTFILE=/srv/loadtest/locustfile.py \
     LOCUST_HEADLESS=true \
     LOCUST_HOST=http://kvasir:8000 \
     LOCUST_USERS=16 \
@@ -32,7 +31,7 @@ ENV PYTHONPATH=/srv \
     LOCUST_RESULTS=/results
 WORKDIR /tmp
 USER 10001:10001
-ENTRYPOINT ["locust"]
+ENTRYPOINT ["python", "-m", "loadtest"]
 
 # Install dependencies before copying sources: dependencies change less often, and installing torch takes minutes.
 # Dependencies come as wheels only. The compiler is for the native kernels, which become part of the service's wheel.

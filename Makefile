@@ -109,7 +109,7 @@ attention: install ## train and benchmark every mechanism of docs/attention.md (
 	$(BIN)/python -m loadtest.docgen.pages attention
 
 loadtest: install ## run locust for 1 minute against a service on 127.0.0.1:8000; PORT=N and HOST=ADDRESS change the address
-	$(BIN)/locust -f loadtest/locustfile.py --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)
+	$(BIN)/python -m loadtest --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)
 
 fuzz: $(INSTALLED) ## coverage-guided fuzzing of all parsers of untrusted input, 1 minute each; SECONDS=N (Linux, Python 3.11 to 3.13)
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)

@@ -25,22 +25,38 @@ class Canaries:
 
         Raises MeasurementFailed if the server fails, or answers a question in two ways.
         """
-        known = []
+        texts = []
         for number in range(_NUM_QUESTIONS if share > 0.0 else 0):
-            question = replace(workload.request(-1 - number), temperature=0.0, client=ClientKind.STREAMING)
-            question = replace(question, cancel_after=None, max_tokens=min(question.max_tokens, _ANSWER_TOKENS))
-            answers = [send(question) for _ in range(2)]
+            answers = [send(_question(workload, number)) for _ in range(2)]
             for answer in answers:
                 if answer.ending is not Ending.OK:
                     raise MeasurementFailed(f"a canary fails on the idle server: {answer.ending}: {answer.detail}")
             if any(one.text != other.text for one, other in pairwise(answers)):
                 raise MeasurementFailed("the idle server answers a greedy request in two ways; use --canary-share 0")
-            known.append(replace(question, expected=answers[0].text))
+            texts.append(answers[0].text)
+        return cls.of(workload, texts, share)
+
+    @classmethod
+    def of(cls, workload: Workload, answers: Sequence[str], share: float) -> "Canaries":
+        """Return the canaries whose answers another process recorded."""
+        known = [replace(_question(workload, number), expected=answer) for number, answer in enumerate(answers)]
         return cls(known, share)
 
+    @property
+    def answers(self) -> list[str]:
+        """Recorded answers, in order of the questions."""
+        return [str(question.expected) for question in self.known]
+
     def mix(self, requests: Iterator[LoadRequest], seed: int) -> Iterator[LoadRequest]:
-        """Yield the requests in order, and a canary instead of a random share of them."""
-        rng = random.Random(seed)
+        """Yield the requests in order, and a canary instead of a random share of them, chosen by their numbers."""
         for request in requests:
+            rng = random.Random(f"{seed} {request.index}")
             is_canary = rng.random() < self.share
             yield replace(rng.choice(self.known), index=request.index) if is_canary else request
+
+
+def _question(workload: Workload, number: int) -> LoadRequest:
+    """Return a short, greedy, streamed request, which no request of the load equals."""
+    request = workload.request(-1 - number)
+    max_tokens = min(request.max_tokens, _ANSWER_TOKENS)
+    return replace(request, temperature=0.0, client=ClientKind.STREAMING, cancel_after=None, max_tokens=max_tokens)

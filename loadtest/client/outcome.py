@@ -6,7 +6,7 @@ latency of the server.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Self
@@ -75,6 +75,12 @@ class Outcome:
     def e2e_seconds(self) -> float:
         """Seconds from the intended send to the end of the response."""
         return self.end_seconds - self.intended_seconds
+
+    def moved(self, seconds: float) -> Self:
+        """Return this outcome without its text, and with all times moved, to another clock."""
+        names = ("intended_seconds", "sent_seconds", "end_seconds")
+        times = {name: getattr(self, name) + seconds for name in names}
+        return replace(self, text="", chunk_seconds=[moment + seconds for moment in self.chunk_seconds], **times)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

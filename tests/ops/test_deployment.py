@@ -315,7 +315,7 @@ def locust_environment() -> dict[str, str]:
 
 def test_an_argument_of_the_load_test_replaces_one_default() -> None:
     (entrypoint,) = instructions("ENTRYPOINT", "loadtest")
-    assert entrypoint.exec_form() == ["locust"]
+    assert entrypoint.exec_form() == ["python", "-m", "loadtest"]
     assert instructions("CMD", "loadtest") == [], "arguments of `docker run` would replace the whole command"
     defaults = locust_options(locust_environment())
     expected = {
@@ -325,7 +325,6 @@ def test_an_argument_of_the_load_test_replaces_one_default() -> None:
         "run_time": 60,
         "headless": True,
         "results": "/results",
-        "locustfile": "/srv/loadtest/locustfile.py",
     }
     assert {name: defaults[name] for name in expected} == expected
     for name, arguments, value in [
@@ -347,6 +346,12 @@ def test_the_locustfile_runs_without_serving_packages() -> None:
     assert done.returncode == 0, done.stderr.decode()
     copied = [each.value for each in instructions("COPY", "loadtest")]
     assert "loadtest /srv/loadtest" in copied
+
+
+def test_compose_up_runs_the_sweep_and_keeps_its_report_in_the_volume() -> None:
+    loadtest = SERVICES["loadtest"]
+    assert loadtest["command"] == ["sweep", "--url", "http://kvasir:8000", "--out", "/results"]
+    assert [(volume["source"], volume["target"]) for volume in loadtest["volumes"]] == [("results", "/results")]
 
 
 @pytest.mark.parametrize("name", [*sorted(KVASIR), "loadtest"])
