@@ -23,7 +23,7 @@ from loadtest.measurement.benchmark_program import MeasurementFailed, add_option
 from loadtest.sweep.figures import findings, level_figures, number, sweep_table, warnings, with_margin
 from loadtest.sweep.level import Level, State
 from loadtest.sweep.open_loop import OpenLoop, reach
-from loadtest.sweep.server_side import bottleneck, phases_ms, scrape
+from loadtest.sweep.server_side import limiting_factor, phases_ms, scrape
 from loadtest.traces.formats import Trace, read_trace
 from loadtest.traces.replay_requests import Fit, Replay, replay_of
 
@@ -149,8 +149,8 @@ def replay_findings(result: Mapping[str, Any]) -> list[str]:
         counts = f"{row['sent']:,} sent, {row['completed']:,} ok, {row['failed']:,} failed, {row['good']:,} good"
         lines.append(f"Of kind {kind}: {counts}; {', '.join(times)}.")
     lines += [f"Missed objective: {breach}." for breach in level["slo_breaches"]]
-    if (sentence := bottleneck(level)) is not None:
-        lines.append(f"On the server, {sentence}.")
+    if (factor := limiting_factor(level)) is not None:
+        lines.append(f"Where the time goes: {factor}.")
     return lines
 
 

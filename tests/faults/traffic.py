@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.workload import ClientKind
+from loadtest.client.outcome import ClientKind, Ending, Outcome
 from tests.faults.oracle import CASUALTIES, Answer, Oracle, WrongAnswer
 from tests.faults.questions import TEXT, Question
 from tests.faults.wire import Moment, Reading, Reply, exchange, request_bytes
