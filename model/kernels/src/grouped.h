@@ -22,11 +22,6 @@ struct Grouped {
     static constexpr int ROWS = 3, BLOCKS = 1;
 #endif
 
-    // Splits a row with 128 added, from `quantize`, into groups.
-    static void split(const uint8_t* shifted, int64_t size, InputGroup* out) {
-        split_groups(shifted, size, HAS_BYTE_DOT ? 128 : 0, out);  // without VNNI, `dot_shifted` subtracts 128
-    }
-
     // Multiplies NUM_ROWS rows by a strip, without the outputs' scales.
     template <int NUM_ROWS>
     static void sum(const Matrix& matrix, int64_t output, const InputGroup* x, int64_t stride, StripFetch fetch,

@@ -26,9 +26,6 @@ struct Int4 {
     static constexpr int ROWS = 3, BLOCKS = 1;
 #endif
 
-    // Splits a row with 128 added, from `quantize`, into pairs of groups.
-    static void split(const uint8_t* shifted, int64_t size, InputPair* out) { split_pairs(shifted, size, out); }
-
     // Multiplies NUM_ROWS rows by a strip, without the outputs' scales.
     template <int NUM_ROWS>
     static void sum(const Matrix& matrix, int64_t output, const InputPair* x, int64_t stride, StripFetch fetch,

@@ -31,9 +31,6 @@ struct Int6 {
     static constexpr int ROWS = 3, BLOCKS = 1;
 #endif
 
-    // Splits a row with 128 added, from `quantize`, into blocks.
-    static void split(const uint8_t* shifted, int64_t size, InputBlock* out) { split_blocks(shifted, size, out); }
-
     // Multiplies NUM_ROWS rows by a strip, without the outputs' scales.
     template <int NUM_ROWS>
     static void sum(const Matrix& matrix, int64_t output, const InputBlock* x, int64_t stride, StripFetch fetch,

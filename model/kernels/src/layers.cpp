@@ -244,12 +244,13 @@ class Step {
         if (matrix.numbers == Numbers::int8) {
             rows.scales[row] = quantize(from, size, static_cast<uint8_t*>(rows.narrow) + row * to_stride);
         } else if (is_quantized(matrix)) {
-            static thread_local uint8_t shifted[MAX_WIDTH];
-            rows.scales[row] = quantize(from, size, shifted);
+            static thread_local int8_t codes[MAX_WIDTH];
+            rows.scales[row] = quantize(from, size, codes);
+            std::fill(codes + size, codes + padded(size), int8_t(0));
             with_strips(matrix.numbers, [&](auto kind) {
                 using Kind = decltype(kind);
                 auto* to = static_cast<typename Kind::Input*>(rows.narrow) + row * to_stride / Kind::INPUTS;
-                Kind::split(shifted, size, to);
+                split(codes, padded(size), to);
             });
         } else {
             convert(from, size, wide() + row * to_stride);
@@ -364,10 +365,21 @@ class Step {
         multiply(matrix, inputs.x, inputs.stride, rows.scales, rows.count, rows.threads, emit, &work);
     }
 
+    // Prefetches the lines to which a product will write the same results of a row of its next tile; `at`: where it writes
+    // them for this row. Always inlined: GCC removes calls of functions that only prefetch.
+    template <typename To>
+    __attribute__((always_inline)) inline void prefetch_next(int64_t row, const To* at, int64_t row_stride,
+                                                             int blocks) const {
+        if (row + TILE_ROWS >= rows.count) return;
+        const auto* next = reinterpret_cast<const char*>(at + TILE_ROWS * row_stride);
+        for (size_t byte = 0; byte < blocks * LANES * sizeof(To); byte += 64) __builtin_prefetch(next + byte, 1);
+    }
+
     // Computes a product, and writes or adds it to rows of floats.
     void add_product(const Matrix& matrix, Inputs inputs, float* to, bool adds, Adapted adapted = {}) const {
         const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             float* at = to + row * stride + output;
+            prefetch_next(row, at, stride, blocks);
             for (int b = 0; b < blocks; ++b, at += LANES) {
                 store(at, adds ? add(load(at), results[b]) : results[b]);
             }
@@ -380,6 +392,7 @@ class Step {
     void store_product(const Matrix& matrix, Inputs inputs, To* to, Adapted adapted = {}) const {
         const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
             To* at = to + row * matrix.outputs + output;
+            prefetch_next(row, at, matrix.outputs, blocks);
             for (int b = 0; b < blocks; ++b) store(at + b * LANES, results[b]);
         };
         product(matrix, inputs, work, adapted);
@@ -405,6 +418,8 @@ class Step {
         Wide* hidden = wide() + rows.count * stride;
         const int64_t hidden_stride = padded(layer.mlp);
         const auto work = [&](int64_t row, int64_t output, const Lanes* results, int blocks) {
+            const int64_t first = shape.gated ? output / 2 : output;
+            prefetch_next(row, hidden + row * hidden_stride + first, hidden_stride, shape.gated ? blocks / 2 : blocks);
             activate_results(hidden + row * hidden_stride, output, results, blocks);
         };
         product(layer.up, inputs, work, up);

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "lanes.h"
+#include "bytes.h"
 
 namespace kvasir {
 
@@ -98,15 +98,18 @@ struct InputGroup {
     float sum;
 };
 
-// Splits a row with 128 added, from `quantize`, into groups. Inputs beyond `size` are zero.
-inline void split_groups(const uint8_t* shifted, int64_t size, int32_t added, InputGroup* out) {
-    for (int64_t first = 0; first < size; first += GROUP_SIZE, ++out) {
-        int32_t sum = 0;
-        for (int64_t at = 0; at < GROUP_SIZE; ++at) {
-            const int code = first + at < size ? shifted[first + at] - 128 : 0;
-            out->codes[at] = static_cast<int8_t>(code);
-            sum += code;
-        }
+inline int32_t sum_of(const int8_t* codes, int64_t count) {
+    int32_t sum = 0;
+    for (int64_t at = 0; at < count; ++at) sum += codes[at];
+    return sum;
+}
+
+// Splits quantized inputs into groups. The number of inputs is a multiple of GROUP_SIZE.
+inline void split(const int8_t* codes, int64_t size, InputGroup* out) {
+    constexpr int32_t added = HAS_BYTE_DOT ? 128 : 0;  // without VNNI, `dot_shifted` subtracts 128
+    for (const int8_t* end = codes + size; codes < end; codes += GROUP_SIZE, ++out) {
+        const int32_t sum = sum_of(codes, GROUP_SIZE);
+        std::memcpy(out->codes, codes, GROUP_SIZE);
         out->start = -added * sum;
         out->sum = static_cast<float>(sum);
     }
@@ -120,17 +123,12 @@ struct InputPair {
     int16_t sums[2];
 };
 
-// Splits a row with 128 added, from `quantize`, into pairs of groups. Inputs beyond `size` are zero.
-inline void split_pairs(const uint8_t* shifted, int64_t size, InputPair* out) {
-    for (int64_t first = 0; first < size; first += 2 * GROUP_SIZE, ++out) {
-        for (int64_t group = 0; group < 2; ++group) {
-            int32_t sum = 0;
-            for (int64_t at = 0; at < GROUP_SIZE; ++at) {
-                const int64_t from = first + group * GROUP_SIZE + at;
-                const int code = from < size ? shifted[from] - 128 : 0;
-                out->codes[group][at] = static_cast<int8_t>(code);
-                sum += code;
-            }
+// Splits quantized inputs into pairs of groups. The number of inputs is a multiple of 2 * GROUP_SIZE.
+inline void split(const int8_t* codes, int64_t size, InputPair* out) {
+    for (const int8_t* end = codes + size; codes < end; ++out) {
+        for (int64_t group = 0; group < 2; ++group, codes += GROUP_SIZE) {
+            const int32_t sum = sum_of(codes, GROUP_SIZE);
+            std::memcpy(out->codes[group], codes, GROUP_SIZE);
             out->starts[group] = -8 * sum + (group == 0 ? 0 : 1 << 15);
             out->sums[1 - group] = static_cast<int16_t>(sum);
         }
@@ -147,16 +145,12 @@ struct InputBlock {
 };
 constexpr int64_t LARGEST_INPUT_BYTES = sizeof(InputBlock) / 8;  // of 32 quantized inputs, of all kinds of matrices
 
-// Splits a row with 128 added, from `quantize`, into blocks. The size is a multiple of 256.
-inline void split_blocks(const uint8_t* shifted, int64_t size, InputBlock* out) {
-    for (int64_t first = 0; first < size; first += InputBlock::INPUTS, ++out) {
-        for (int64_t group = 0; group < InputBlock::GROUPS; ++group) {
-            int32_t sum = 0;
-            for (int64_t at = group * 16; at < group * 16 + 16; ++at) {
-                const int code = shifted[first + at] - 128;
-                out->codes[at] = static_cast<int8_t>(code);
-                sum += code;
-            }
+// Splits quantized inputs into blocks. The number of inputs is a multiple of 256.
+inline void split(const int8_t* codes, int64_t size, InputBlock* out) {
+    for (const int8_t* end = codes + size; codes < end; ++out) {
+        std::memcpy(out->codes, codes, InputBlock::INPUTS);
+        for (int64_t group = 0; group < InputBlock::GROUPS; ++group, codes += 16) {
+            const int32_t sum = sum_of(codes, 16);
             out->starts[group] = -32 * sum;
             if (group % 2 == 1) out->sums[group / 2] = static_cast<float>(sum - out->starts[group - 1] / 32);
         }
