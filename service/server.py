@@ -134,7 +134,9 @@ def _begin(slot: WorkerSlot, process: WorkerProcess | None, *, has_standby: bool
     try:
         return slot.begin(process or WorkerProcess.start(), has_standby=has_standby)
     except OSError as error:
-        raise StartError(f"the worker process cannot be started: {error}") from error
+        raise StartError(
+            f"the worker process cannot be started, because the operating system refused a resource: {error}"
+        ) from error
 
 
 def make_observers(

@@ -72,7 +72,8 @@ class HistogramBuffer:
     def set_exemplar(self, value: float, labels: dict[str, str]) -> None:
         """Set the exemplar of the value's bucket."""
         bucket = self._histogram._buckets[bisect_left(self._upper_bounds, value)]
-        bucket.set_exemplar(Exemplar(labels, value, time.time()))
+        observed_at = time.time()
+        bucket.set_exemplar(Exemplar(labels, value, observed_at))
 
     def flush(self) -> None:
         """Move the counts to the histogram, with the same result as one `observe` call for each observation."""

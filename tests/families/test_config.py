@@ -316,7 +316,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "mistral3", "text_config": {"model_type": "llama"}},
         "text_config.model_type='llama': supported are mistral, ministral3",
     ),
-    "text_config is a word": ({"model_type": "gemma3", "text_config": "small"}, "text_config='small': expected a JSON"),
+    "text_config is a word": (
+        {"model_type": "gemma3", "text_config": "small"},
+        "text_config='small': this key must have a JSON object",
+    ),
     "own code": ({"auto_map": {"AutoModel": "x.Y"}}, "code in a checkpoint is never run"),
     "biases of mistral": ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True: not implemented"),
     "biases of qwen2": ({"model_type": "qwen2", "attention_bias": False}, "Qwen2 has biases of q, k and v"),

@@ -331,7 +331,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda c: weights_of(c).update(type="float"),
         "group_0.weights.type='float': supported are int",
     ),
-    "no object": ("packed 32", lambda c: c.update(config_groups={"group_0": ["Linear"]}), "expected a JSON object"),
+    "no object": (
+        "packed 32",
+        lambda c: c.update(config_groups={"group_0": ["Linear"]}),
+        "this key must have a JSON object",
+    ),
     "not a flag": ("gptq 128", lambda c: c.update(desc_act=1), "desc_act=1: expected true or false"),
 }
 

@@ -140,5 +140,5 @@ def test_only_dates_use_the_wall_clock() -> None:
     sources = [path for package in ("service", "model") for path in (ROOT / package).rglob("*.py")]
     by_wall = [line.strip() for path in sources for line in path.read_text().splitlines() if "time.time()" in line]
     assert by_wall
-    dates = re.compile(r"\b(created|created_seconds|completed_at|published_at|scraped_at)\b")
+    dates = re.compile(r"\b(created|created_seconds|completed_at|observed_at|published_at|scraped_at)\b")
     assert [line for line in by_wall if not dates.search(line)] == []

@@ -141,7 +141,7 @@ def test_a_wrong_file_larger_than_memory_is_rejected_by_its_header(adapter: Path
 
 
 def test_a_file_is_no_directory(adapter: Path, base: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a directory; give the directory"):
+    with pytest.raises(CheckpointError, match="not a directory; give one"):
         read_adapter(adapter / CONFIG, read_manifest(base))
 
 

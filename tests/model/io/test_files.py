@@ -93,5 +93,7 @@ def test_a_json_file_that_would_fill_the_memory_is_not_read(tmp_path: Path) -> N
     path = tmp_path / "config.json"
     with path.open("wb") as file:
         file.truncate(2**40)  # a sparse file
-    with pytest.raises(CheckpointError, match="is 1048576 MiB long, but a JSON file must be under 64 MiB; copy"):
+    with pytest.raises(
+        CheckpointError, match="is 1048576 MiB long, but a JSON file must be under 64 MiB; it is probably damaged: copy"
+    ):
         read_json(path)
