@@ -4,6 +4,8 @@ import itertools
 from collections.abc import Iterator
 from contextlib import closing
 
+import gevent
+
 from loadtest.client.outcome import Ending, LoadRun
 from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, Target
@@ -42,13 +44,16 @@ def test_a_rejected_client_waits_for_retry_after() -> None:
 
 
 def test_an_open_loop_sends_on_time_to_a_slow_server() -> None:
-    with StubServer(Script(first_seconds=0.3)) as server, closing(CompletionClient(Target.parse(server.url))) as client:
+    # Requests one after the other would take 90 s.
+    with StubServer(Script(first_seconds=3.0)) as server, closing(CompletionClient(Target.parse(server.url))) as client:
         windows = OpenLoop(client, some_requests(30), model="stub", seed=3).windows(10, 0.05)
         first, *_, last = itertools.islice(windows, 3)
+        with gevent.Timeout(30):
+            while len(server.requests) < 30:
+                gevent.sleep(0.01)
         windows.close()
     times = [outcome.intended_seconds for outcome in last.outcomes]
     assert times == sorted(times)
+    assert len(times) == 30
     assert sum(first.ended_seconds - 0.05 <= moment < first.ended_seconds for moment in times) == 10
     assert all(outcome.sent_seconds >= outcome.intended_seconds - 1e-3 for outcome in last.outcomes)
-    # No request has ended after 0.15 s, and one after the other they would take 9 s.
-    assert len(server.requests) == len(last.outcomes) == 30
