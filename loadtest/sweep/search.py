@@ -75,9 +75,9 @@ def settled(levels: Sequence[Level]) -> dict[float, State]:
 
 
 def bracket(verdicts: Mapping[float, bool | None]) -> tuple[float, float]:
-    """Return the highest good rate below all bad rates (0 if there is none), and the next higher measured rate.
+    """Return the highest good rate below all bad rates (0 without one), and the next higher measured rate.
 
-    The latter is bad or unclear, or infinity if there is none.
+    The latter is bad or unclear, or infinity if no rate is higher.
     verdicts: by rate, True: good, False: bad, None: unclear.
     """
     bad = min((rate for rate, verdict in verdicts.items() if verdict is False), default=math.inf)

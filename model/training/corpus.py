@@ -122,8 +122,8 @@ class Corpus:
 
 
 def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], None]) -> Corpus:
-    """Read and tokenize the corpus files of a run. Load the tokenizer from `directory`; if there is none, copy
-    that of `start_from` there, or train one.
+    """Read and tokenize the corpus files of a run. Load the tokenizer from `directory`, after copying that of
+    `start_from` there or training one, if `directory` has none.
 
     Raises:
         ValueError: a corpus file is unusable or too small, or `directory` holds another recipe's tokenizer.
