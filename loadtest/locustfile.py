@@ -169,7 +169,7 @@ class CompletionUser(User):
                 self.environment.stats.get(path, row).log(1e3 * float(seconds), 0)
 
 
-# Options without a default. locust's web form sends them as text, which is empty if there is none.
+# Options without a default. locust's web form sends their values as text, or as empty text.
 _OPTIONAL_NUMBERS = {"rate": float, "requests": int} | {
     f"slo_{name}": float for name, (default, _) in options_of(report.Slo).items() if default is None
 }
