@@ -56,11 +56,11 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def cell(row: Mapping[str, Any], column: Column) -> str:
-    """Return a row's text for one column. Repeated measurements become their median, with the range in brackets."""
+    """Return a row's text for one column. Repeated measurements become their median, with a range in brackets if any."""
     value = value_at(row, column.key)
     if isinstance(value, Mapping):
         low, median, high = (f"{column.scale * value[name]:{column.form}}" for name in ("min", "median", "max"))
-        return f"{median} ({low}–{high}){column.unit}"
+        return (median if low == high else f"{median} ({low}–{high})") + column.unit
     if value is None:
         return "–"
     if isinstance(value, bool):
