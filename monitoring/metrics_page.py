@@ -19,7 +19,7 @@ is generated from `service/metrics/definitions.py` by `python -m monitoring.metr
 Every series also has the labels {" and ".join(f"`{label}`" for label in COMMON_LABELS)}. If the last column names a
 `{VLLM_PREFIX}` series, the same samples are also exposed under that name. Dashboards, autoscalers and benchmark tools
 made for vLLM therefore work unchanged. A histogram `x` consists of the series `x_bucket`, `x_sum` and `x_count`
-(`retry_after_error_seconds` has no sum, since its values may be negative).
+(`retry_after_error_seconds` has buckets only, since its values may be negative).
 
 A *choice* is one completion: a request with three prompts and `n: 2` has six choices. Latencies cover choices that
 ended with `stop` or `length`. Cancelled and failed choices are counted, but only their time to first token and their

@@ -28,7 +28,7 @@ from loadtest.client.sse_client import CompletionClient, Target, discover
 from loadtest.client.workload import Workload, WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import ForeignWork, MeasurementFailed, run_program, show
 from loadtest.measurement.figures import ratio_spread
-from loadtest.scenarios.service_benchmark import ServiceProcess, cpu_seconds, kvasir_serve, run_closed
+from loadtest.scenarios.service_benchmark import ServiceProcess, check_success, cpu_seconds, kvasir_serve, run_closed
 from loadtest.sweep.server_side import scrape
 
 _CASES = (("cache_aware", 1), ("cache_aware", 2), ("round_robin", 2))
@@ -165,32 +165,64 @@ def measure_failures(arguments: argparse.Namespace) -> dict[str, Any]:
     return summary("killed and drained", run, client) | {"router_sends_again_after_seconds": back_seconds}
 
 
-def measure_throughput(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure the output tokens per second of one replica without a router, and of two behind one, in alternation.
+def steady_state(
+    arguments: argparse.Namespace,
+    clients: Sequence[CompletionClient],
+    requests: Iterator[LoadRequest],
+    replicas: Sequence[ServiceProcess],
+    router: ServiceProcess,
+) -> dict[str, Any]:
+    """Measure the tokens per second and the busy cores of each part, in the middle of a load.
 
-    per_cpu_second: the same by CPU seconds of the replicas, which other programs on the machine change less.
+    The load begins before and ends after the measurement, so that no replica is idle in it.
+    """
+    parts = [replica.processes() for replica in replicas] + [router.processes()]
+
+    def reading() -> list[float]:
+        tokens = [scrape(replica.target)["llm_generation_tokens_total"] for replica in replicas]
+        return [time.perf_counter(), *tokens, *map(cpu_seconds, parts), time.process_time()]
+
+    is_over = gevent.event.Event()
+    taken = itertools.takewhile(lambda _: not is_over.is_set(), requests)
+    loads = [gevent.spawn(run_closed, client, taken, num_streams=arguments.streams) for client in clients]
+    gevent.sleep(arguments.settle_seconds)
+    foreign, before = ForeignWork(), reading()
+    gevent.sleep(arguments.seconds)
+    seconds, *grown = (now - then for now, then in zip(reading(), before, strict=True))
+    cores_of_others = foreign.cores()
+    is_over.set()
+    for load in loads:
+        check_success(load.get().outcomes)
+    rates, split = [round(number / seconds, 4) for number in grown], len(replicas)
+    cores = {
+        "replicas": rates[split:-2],
+        "router": rates[-2],
+        "clients": rates[-1],
+        "others": round(cores_of_others, 2),
+    }
+    return {"tokens_per_second": rates[:split], "cores": cores}
+
+
+def measure_throughput(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure the output tokens per second of one replica, of two, and of two behind the router, in alternation.
+
+    Each replica has `--streams` clients. They share the cores with the replicas, as the router does.
     """
     spec = WorkloadSpec(prompt_tokens=32, output_tokens=_LONG_TOKENS, whole_share=1.0)
-    rates, per_cpu_second = {1: list[float](), 2: list[float]()}, {1: list[float](), 2: list[float]()}
-    foreign_cores = []
-    with deployed(arguments, spec, "round_robin") as (replicas, _, client, workload):
-        requests, direct = map(workload.request, itertools.count()), CompletionClient(replicas[0].target)
-        first, second = (replica.processes() for replica in replicas)
-        for count, user, processes in ((1, direct, first), (2, client, first + second)) * arguments.repeats:
-            foreign, before = ForeignWork(), cpu_seconds(processes)
-            taken = itertools.islice(requests, count * arguments.requests // 8)
-            run = run_closed(user, taken, num_streams=count * arguments.streams)
-            rates[count].append(run.tokens_per_second)
-            tokens = sum(outcome.completion_tokens for outcome in run.outcomes)
-            per_cpu_second[count].append(tokens / max(cpu_seconds(processes) - before, 0.01))
-            foreign_cores.append(round(foreign.cores(), 2))
-        direct.close()
+    with deployed(arguments, spec, "round_robin") as (replicas, router, client, workload):
+        requests = map(workload.request, itertools.count())
+        direct = [CompletionClient(replica.target) for replica in replicas]
+        cases = {"one": direct[:1], "two": direct, "routed": [client, client]}
+        measured: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
+        for name, clients in list(cases.items()) * arguments.repeats:
+            measured[name].append(steady_state(arguments, clients, requests, replicas, router))
+        for each in direct:
+            each.close()
+    rates = {name: [sum(each["tokens_per_second"]) for each in found] for name, found in measured.items()}
     return {
-        "tokens_per_second": rates,
-        "ratio": ratio_spread(rates[2], rates[1]),
-        "tokens_per_cpu_second": per_cpu_second,
-        "per_cpu_second_ratio": ratio_spread(per_cpu_second[2], per_cpu_second[1]),
-        "other_work_cores": foreign_cores,
+        "ratio": ratio_spread(rates["routed"], rates["one"]),
+        "ratio_without_router": ratio_spread(rates["two"], rates["one"]),
+        "cases": measured,
     }
 
 
@@ -214,11 +246,12 @@ _OPTIONS = {
     "checkpoint": (Path, "checkpoint directory"),
     "router": ("vllm-router", "command of the router"),
     "parts": (["hits", "failures", "throughput"], "parts to measure"),
-    "requests": (600, "requests of a load for hits; an eighth for each replica's throughput"),
-    "streams": (8, "concurrent requests"),
+    "requests": (600, "requests of a load for hits"),
+    "streams": (8, "concurrent requests; for throughput, of each replica"),
+    "seconds": (10.0, "seconds of a measurement of throughput"),
     "output-tokens": (32, "number of tokens in a completion, about"),
-    "settle-seconds": (10.0, "seconds of load before, between and after failures"),
-    "repeats": (5, "measurements of throughput, of one replica and of two"),
+    "settle-seconds": (10.0, "seconds of load before, between and after failures, and before throughput"),
+    "repeats": (5, "measurements of throughput, of each case"),
     "seed": (0, "seed of the requests"),
 }
 main = partial(run_program, "loadtest.scenarios.bench_replicas", __doc__, _OPTIONS, measure)

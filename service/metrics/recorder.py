@@ -304,10 +304,12 @@ class _Exposition(Collector):
         """Yield each metric, followed by the same values under vLLM's name if vLLM has this metric."""
         found = [metric for instrument in self._instruments for metric in instrument.collect()]
         for metric in sorted(found, key=lambda metric: str(metric.name)):
-            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            family = FAMILIES[metric.name.removeprefix(PREFIX)]
+            # OpenMetrics allows neither sum nor count for negative bounds. The last bucket is the count.
+            omitted = ("_created", "_count") if family.buckets and family.buckets[0] < 0 else "_created"
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith(omitted)]
             yield metric
-            family = FAMILIES.get(metric.name.removeprefix(PREFIX))
-            if family is not None and family.in_vllm:
+            if family.in_vllm:
                 yield _under_vllm_name(metric)
 
 

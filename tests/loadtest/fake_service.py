@@ -6,7 +6,7 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-METRIC = "llm_prompt_tokens"
+METRICS = ("llm_prompt_tokens", "llm_generation_tokens")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,8 +25,9 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self) -> None:
-        texts = {"/metrics": f"# TYPE {METRIC} counter\n{METRIC}_total {7 * self.num_requests}\n"}
-        self.reply(texts.get(self.path, json.dumps({"data": [{"id": "fake", "max_model_len": 512}]})))
+        metrics = "".join(f"# TYPE {name} counter\n{name}_total {7 * self.num_requests}\n" for name in METRICS)
+        models = json.dumps({"data": [{"id": "fake", "max_model_len": 512}]})
+        self.reply(metrics if self.path == "/metrics" else models)
 
     def do_POST(self) -> None:
         asked: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -66,11 +66,20 @@ def test_no_request_fails_while_one_replica_is_killed_and_the_other_drained(
 
 def test_hits_and_throughput_are_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     arguments = ["--parts", "hits", "throughput", "--requests", "40", "--repeats", "1"]
+    arguments += ["--seconds", "0.3", "--settle-seconds", "0.1"]
     result = run(monkeypatch, tmp_path / "out.json", *arguments)
     for hits, num_replicas in zip(result["hits"], (1, 2, 2), strict=True):
         assert (hits["completed"], hits["failed"], hits["hit_share"]) == (40, 0, 0.0)
         assert len(hits["share_of_each_replica"]) == num_replicas
         assert sum(hits["share_of_each_replica"]) == pytest.approx(1.0, abs=0.01)
     throughput = result["throughput"]
-    (one,), (two,) = throughput["tokens_per_second"].values()
-    assert throughput["ratio"]["values"] == [pytest.approx(two / one)]
+    (one,), (two,), (routed,) = (
+        [sum(case["tokens_per_second"]) for case in throughput["cases"][name]] for name in ("one", "two", "routed")
+    )
+    assert throughput["ratio"]["values"] == [pytest.approx(routed / one)]
+    assert throughput["ratio_without_router"]["values"] == [pytest.approx(two / one)]
+    assert (
+        throughput["cases"]["one"][0]["tokens_per_second"][1]
+        == 0
+        < throughput["cases"]["routed"][0]["tokens_per_second"][1]
+    )

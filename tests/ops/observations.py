@@ -158,7 +158,7 @@ OBSERVATIONS = (
     Observation(
         name="retry_after_error",
         make=lambda metrics: metrics.observe_retry_after_error(-0.125),
-        changes={"retry_after_error_seconds_count": 1},  # no sum, since values may be negative
+        changes={'retry_after_error_seconds_bucket{le="+Inf"}': 1},  # no sum and count, since values may be negative
     ),
     Observation(
         name="structured",
