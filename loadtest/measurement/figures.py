@@ -25,6 +25,13 @@ def percentiles(values: Sequence[float], shares: Sequence[float]) -> dict[str, f
     return {f"p{share:g}": value for share, value in zip(shares, found, strict=True)}
 
 
+def number(value: float | None) -> str:
+    """Return a figure with three digits, without an exponent; a dash for None."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
     """Return the pooled standard deviation of values within groups. Raises ValueError if no group has two values."""
     freedom = sum(len(values) - 1 for values in groups)
