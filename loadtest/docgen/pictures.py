@@ -1,18 +1,14 @@
-"""Pictures of docs/performance.md and docs/attention.md, drawn from docs/results."""
+"""Picture of docs/performance.md, drawn from docs/results."""
 
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from loadtest.measurement.benchmark_program import digest
-from loadtest.measurement.figures import pooled_deviation
 from loadtest.peers.bench_peers import is_sound
-
-_FROM_STEP = 150  # before this training step, all loss curves fall steeply and alike
 
 
 def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
@@ -50,39 +46,4 @@ def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
         axes.legend(fontsize=7)
     for axes in grid[len(panels) :]:
         axes.set_axis_off()
-    _save(figure, path, result)
-
-
-def draw_attention(path: Path, rows: Mapping[str, Any]) -> None:
-    """Draw the held-out loss of each attention mechanism: curves over training, and final losses by seed."""
-    loss = {name: [run["nats_per_token"] for run in row["runs"]] for name, row in rows.items()}
-    noise = pooled_deviation(list(loss.values()))
-    ordered = sorted(rows, key=lambda name: statistics.fmean(loss[name]), reverse=True)
-    figure = Figure(figsize=(11, 6.2), layout="constrained")
-    curves, finals = figure.subplots(1, 2, width_ratios=(1.15, 1))
-    baseline = statistics.fmean(loss["multi-head"])
-    finals.axvline(baseline, color="grey", linewidth=0.8)
-    label = "one standard deviation of seeds"
-    finals.axvspan(baseline - noise, baseline + noise, color="grey", alpha=0.2, label=label)
-    finals.legend(fontsize=7, loc="upper right")
-    for place, name in enumerate(ordered):
-        colour = colormaps["tab20"](list(rows).index(name) % 20)
-        runs = [dict(map(tuple, run["curve"])) for run in rows[name]["runs"]]
-        steps = [step for step in runs[0] if step >= _FROM_STEP and all(step in run for run in runs)]
-        means = [statistics.fmean(run[step] for run in runs) for step in steps]
-        width, style = 2.6 if name == "multi-head" else 1.2, "-" if place % 2 else "--"
-        curves.plot(steps, means, style, color=colour, linewidth=width, label=rows[name]["title"])
-        finals.plot(loss[name], [place] * len(loss[name]), "o", color=colour, markersize=4)
-        finals.plot([statistics.fmean(loss[name])], [place], "|", color="black", markersize=12)
-    curves.set_xlabel("steps")
-    curves.set_ylabel("held-out loss on some stories (nats a token), mean of the seeds")
-    curves.grid(visible=True, alpha=0.3)
-    curves.legend(fontsize=7, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    finals.set_yticks(range(len(ordered)), [rows[name]["title"] for name in ordered], fontsize=8)
-    finals.set_xlabel("held-out loss at the end (nats a token)\na dot is a seed, a line their mean")
-    finals.grid(visible=True, axis="x", alpha=0.3)
-    _save(figure, path, rows, dpi=110)
-
-
-def _save(figure: Figure, path: Path, result: Mapping[str, Any], dpi: int = 80) -> None:
-    figure.savefig(path, dpi=dpi, metadata={"Source": digest(result), "Software": None})
+    figure.savefig(path, dpi=80, metadata={"Source": digest(result), "Software": None})

@@ -342,7 +342,7 @@ def test_without_compared_servers_there_is_no_ttft_aim() -> None:
 
 
 def test_page_and_pictures_are_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["performance", "--results", str(tmp_path), "--docs", str(tmp_path)]
+    given = ["--results", str(tmp_path), "--docs", str(tmp_path)]
     assert pages.main(given) == 2
     assert "engine.json" in capsys.readouterr().err
     for name, result in RESULTS.items():
@@ -360,4 +360,4 @@ def test_page_and_pictures_are_written_and_checked(tmp_path: Path, capsys: pytes
 
 
 def test_the_repositorys_page_matches_its_results() -> None:
-    assert pages.main(["performance", "--check"]) == 0
+    assert pages.main(["--check"]) == 0
