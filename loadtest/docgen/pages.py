@@ -21,7 +21,6 @@ from typing import Any, Final
 
 from loadtest.docgen.pictures import draw_peers
 from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
-from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
 from loadtest.measurement.benchmark_program import QUIET_CORES, is_picture_of
 from loadtest.measurement.figures import Column, cell, ratio_spread, spread, table, value_at
 from loadtest.peers.bench_peers import STEADY_SHARE, is_sound
@@ -37,7 +36,6 @@ NAMES: Final = (
     "default_gguf",
     "models",
     "peers",
-    "kernels",
     "latency",
 )
 _PLACEHOLDER = re.compile(
@@ -48,7 +46,6 @@ _PLACEHOLDER = re.compile(
 
 _STREAMS = (16, 64)  # numbers of streams with a target
 _TTFT_RATIO = 0.5  # wanted TTFT p99 of Kvasir relative to another server's
-_BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 512  # smallest decode step with a target for its bandwidth
 # Wanted speed of Kvasir relative to the best peer, by number of streams. The precisions are those of decoding.
 _AIMS: Final = {
     "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
@@ -93,17 +90,11 @@ def performance_page(results: Mapping[str, Any]) -> str:
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
     peer_facts = _peer_facts(results["models"], results["peers"], (results["defaults"], results["default_gguf"]))
-    shares = [
-        row["share_of_memory"]["median"]
-        for row in results["kernels"]["rows"]
-        if row["batch"] >= _BANDWIDTH_BATCH and row["context"] >= _BANDWIDTH_CONTEXT
-    ]
     facts = {
         **results,
         "tables": {
             "engine_decode": table(DECODE_COLUMNS, results["engine"]["decode"]),
             "engine_prompts": table(PROMPT_COLUMNS, results["engine"]["prompts"]),
-            "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
         },
         "quiet": {"cores": QUIET_CORES, "steady_share": STEADY_SHARE},
         "machines": _named(results),
@@ -119,7 +110,6 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "paces": [level | {"pace": f"{level['step_ms']:g}" if level["step_ms"] else "instant"} for level in frontend],
         "chunk_limits": points,
         "slowdown_limits": [point for point in points if point["prompt_slowdown"] is not None],
-        "bandwidth": {"low": min(shares), "high": max(shares)},
         **peer_facts,
         "leading_head": peer_facts["leading_pairs"][:1],
     }
