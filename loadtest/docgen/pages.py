@@ -13,15 +13,17 @@ with three kinds of placeholders:
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from loadtest.docgen.pictures import draw_peers
+from matplotlib.figure import Figure
+
 from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
-from loadtest.measurement.benchmark_program import QUIET_CORES, is_picture_of
+from loadtest.measurement.benchmark_program import QUIET_CORES, digest, is_picture_of
 from loadtest.measurement.figures import Column, cell, ratio_spread, spread, table, value_at
 from loadtest.peers.bench_peers import STEADY_SHARE, is_sound
 from loadtest.peers.engines import DEFAULTS
@@ -182,6 +184,42 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
             pair["ttft_ratio"] = ratio_spread(*ttfts)["median"]
         pairs.append(pair)
     return pairs
+
+
+def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
+    """Draw decode speed of all compared engines over the number of streams: a panel per model shape and precision."""
+    cells = [row for row in result["cells"] if row["kind"] == "decode" and any(map(is_sound, row["peers"].values()))]
+    shortest = min((row["prompt_tokens"] for row in cells), default=0)
+    cells = [row for row in cells if row["prompt_tokens"] == shortest]
+    panels = list(dict.fromkeys((row["shape"], row["precision"]) for row in cells))
+    columns = max(1, min(3, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(4 * columns, 3.4 * rows), layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, panel in zip(grid, panels, strict=False):
+        own = [row for row in cells if (row["shape"], row["precision"]) == panel]
+        for number, name in enumerate(("ours", *result["peers"])):
+            lines = []
+            for row in own:
+                side, names = ("ours", list(row["peers"])) if name == "ours" else ("theirs", [name])
+                sound = [peer for each in names if is_sound(peer := row["peers"].get(each, {}))]
+                if rates := [rate for peer in sound for rate in peer[side]["tokens_per_second"]["values"]]:
+                    lines.append((row["streams"], statistics.median(rates)))
+            if lines:
+                width = 2.5 if name == "ours" else 1.2
+                axes.plot(*zip(*lines, strict=True), "o-", color=f"C{number}", linewidth=width, label=name)
+        axes.set_title(" ".join(panel), fontsize=9)
+        ticks = sorted({row["streams"] for row in own})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.set_xlabel("streams")
+        axes.set_ylabel("tokens/s")
+        axes.grid(visible=True, which="both", alpha=0.25)
+        axes.legend(fontsize=7)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    figure.savefig(path, dpi=80, metadata={"Source": digest(result), "Software": None})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
