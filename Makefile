@@ -97,16 +97,17 @@ performance: bench ## benchmark engine and service, and write docs/performance.m
 	$(BIN)/python -m loadtest.scenarios.bench_service --checkpoint $(CHECKPOINT) --out docs/results/service.json
 	$(BIN)/python -m loadtest.scenarios.bench_frontend --checkpoint $(CHECKPOINT) --out docs/results/frontend.json
 	$(BIN)/python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
-	$(BIN)/python -m loadtest.docgen.pages performance
+	$(BIN)/python -m loadtest.docgen.pages
 
 peers: install ## benchmark Kvasir and other engines, each in its own environment (resumable; the first run installs 5 GB and compiles for 10 minutes)
 	$(BIN)/python -m loadtest.peers.bench_peers --out docs/results/peers.json
-	$(BIN)/python -m loadtest.docgen.pages performance
+	$(BIN)/python -m loadtest.docgen.pages
 
-attention: install ## train and benchmark every mechanism of docs/attention.md (hours; resumable; needs the corpora of docs/training.md)
-	$(BIN)/python -m loadtest.inprocess.bench_attention train --seeds 1 2
-	$(BIN)/python -m loadtest.inprocess.bench_attention speed
-	$(BIN)/python -m loadtest.docgen.pages attention
+attention: install ## train every mechanism of docs/attention.md with two seeds (hours; resumable; needs the corpora of docs/training.md)
+	@for recipe in model/training/configs/attention/*.toml; do for seed in 1 2; do \
+	    run=runs/attention/$$(basename $$recipe .toml)-$$seed; \
+	    [ -f $$run/checkpoint/MODEL_CARD.md ] || $(BIN)/kvasir train --config $$recipe --seed $$seed --run-directory $$run --out $$run/checkpoint --threads 1 --no-compile || exit; \
+	done; done
 
 loadtest: install ## run locust for 1 minute against a service on 127.0.0.1:8000; PORT=N and HOST=ADDRESS change the address
 	$(BIN)/python -m loadtest --headless --users 8 --spawn-rate 8 --run-time 1m --host http://$(HOST):$(PORT)

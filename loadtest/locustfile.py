@@ -1,8 +1,9 @@
 """Load test as locust users, headless or with locust's web page, with an exit code from the objectives.
 
 Request types in locust's table: E2E is a whole request, or SHED after a 429 (not an error), or CANCEL if the client
-disconnected as planned. Only these count in locust's sums. A stream also has one TTFT, TPOT, ITL (median of its gaps)
-and ITL P99 (their 99th percentile). Workers send their outcomes to the master, so its report is that of one process.
+disconnected as planned, or SLOW if it read slowly. Only these count in locust's sums. A stream of any other client also
+has one TTFT, TPOT, ITL (median of its gaps) and ITL P99 (their 99th percentile). Workers send their outcomes to the
+master, so its report is that of one process.
 """
 
 import argparse
@@ -34,8 +35,8 @@ from locust.web import WebUI
 from loadtest.client import report, web_charts
 from loadtest.client.arrivals import add_arrival_arguments, arrivals_from_arguments
 from loadtest.client.canaries import Canaries
-from loadtest.client.outcome import Ending, LoadRun, Outcome
-from loadtest.client.sse_client import CompletionClient, Target, discover
+from loadtest.client.outcome import ClientKind, Ending, LoadRun, Outcome
+from loadtest.client.sse_client import CompletionClient, Target, add_target_arguments, discover
 from loadtest.client.timeline import Timeline
 from loadtest.client.workload import Turns, add_workload_arguments, spec_from_arguments
 from loadtest.measurement.benchmark_program import (
@@ -59,7 +60,7 @@ class LoadSession:
     """
 
     def __init__(self, host: str, options: argparse.Namespace, runner: Runner) -> None:
-        target = Target.parse(host)
+        target = Target.parse(host, options.ca_file)
         discovered, workload = discover(target, spec_from_arguments(options))
         self.client = CompletionClient(target, timeout_seconds=options.request_timeout)
         self.model: str = options.model or discovered
@@ -151,16 +152,18 @@ class CompletionUser(User):
 
     def record(self, outcome: Outcome, path: str) -> None:
         """Report a request to locust: its E2E latency as a request, and rows of its stream that no sum counts."""
-        ending = outcome.ending
+        ending, is_slow = outcome.ending, outcome.client is ClientKind.SLOW
         failure = RuntimeError(f"{ending.value}: {outcome.detail}") if ending.is_failure else None
         self.environment.events.request.fire(
-            request_type={Ending.SHED: "SHED", Ending.CANCELLED: "CANCEL"}.get(ending, "E2E"),
+            request_type={Ending.SHED: "SHED", Ending.CANCELLED: "CANCEL"}.get(ending, "SLOW" if is_slow else "E2E"),
             name=path,
             response_time=1e3 * outcome.e2e_seconds,
             response_length=len(outcome.text),
             exception=failure,
             context={},
         )
+        if is_slow:
+            return
         gaps = outcome.itl_seconds
         rows = {"TTFT": outcome.ttft_seconds, "TPOT": outcome.tpot_seconds if ending is Ending.OK else None}
         rows |= dict(zip(("ITL", "ITL P99"), np.percentile(gaps, (50, 99)), strict=True)) if gaps else {}
@@ -181,9 +184,9 @@ def add_arguments(parser: LocustArgumentParser) -> None:
     add_workload_arguments(parser)
     report.add_slo_arguments(parser)
     text = "open loop: requests per second, sent at random times; each user has at most one request at a time"
-    add_options(parser, {"rate": (None, text), "request-timeout": (120.0, "timeout of a request in seconds")})
+    add_options(parser, {"rate": (None, text)})
     add_arrival_arguments(parser)
-    parser.add_argument("--model", help="model id to request (default: the first of /v1/models)")
+    add_target_arguments(parser)
     parser.add_argument("--requests", type=int, metavar="N", help="end the run after N requests, or after --run-time")
     text = "directory in which each run gets a directory with results.json and results.html"
     parser.add_argument("--results", metavar="DIR", env_var="LOCUST_RESULTS", help=text, include_in_web_ui=False)
@@ -284,7 +287,7 @@ def finish(environment: Environment) -> None:
         facts = provenance("locust", sys.argv[1:]) | {"model_id": session.model, "url": environment.host}
         write_result(result | facts, path)
         # In another process: the libraries of plots would lengthen the start of every load.
-        subprocess.run([sys.executable, "-m", "loadtest.sweep.load_page", str(path)], check=False)
+        subprocess.run([sys.executable, "-m", "loadtest.sweep.page", str(path)], check=False)
     if environment.web_ui is None:
         environment.events.quit.add_listener(lambda **_: print(text))  # after locust's tables, which follow this event
     else:

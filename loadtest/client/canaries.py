@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from loadtest.client.outcome import ClientKind, Ending, Outcome
+from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.requests import LoadRequest
 from loadtest.client.workload import Workload, WorkloadKind
 from loadtest.measurement.benchmark_program import MeasurementFailed
@@ -60,6 +60,5 @@ class Canaries:
 
 def _question(workload: Workload, number: int) -> LoadRequest:
     """Return a short, greedy, streamed request, which no request of the load equals."""
-    request = workload.request(-1 - number, WorkloadKind.FIXED)
-    max_tokens = min(request.max_tokens, _ANSWER_TOKENS)
-    return replace(request, temperature=0.0, client=ClientKind.STREAMING, cancel_after=None, max_tokens=max_tokens)
+    request = workload.request(-1 - number, WorkloadKind.FIXED).plain()
+    return replace(request, temperature=0.0, max_tokens=min(request.max_tokens, _ANSWER_TOKENS))

@@ -1,8 +1,32 @@
 """HTTP/1.1 without I/O: bytes of a request, and reader of a response. The load test and the fault suite share it."""
 
+import socket
 from collections.abc import Mapping
+from typing import NamedTuple, Self
 
 import httptools
+
+_SLOW_READ_BYTES, _SLOW_BUFFER_BYTES = 256, 2048
+
+
+class Pace(NamedTuple):
+    """Speed at which a client reads a response: after each read of at most `num_bytes`, it pauses."""
+
+    num_bytes: int = 65536
+    pause_seconds: float = 0.0
+
+    @classmethod
+    def of(cls, bytes_per_second: float | None) -> Self:
+        """Return the pace of a slow client with this rate; None: of a client that reads at once."""
+        return cls() if bytes_per_second is None else cls(_SLOW_READ_BYTES, _SLOW_READ_BYTES / bytes_per_second)
+
+    def prepare(self, connection: socket.socket) -> None:
+        """Give the socket of a slow client a small buffer before it connects, so that the server must wait for it."""
+        if self.pause_seconds:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_BUFFER_BYTES)
+
+
+AT_ONCE = Pace()
 
 
 def request_bytes(path: str, body: bytes, headers: Mapping[str, str]) -> bytes:

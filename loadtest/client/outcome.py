@@ -18,6 +18,7 @@ class ClientKind(StrEnum):
     STREAMING = "streaming"
     WHOLE = "whole"  # does not stream
     CANCELLING = "cancelling"  # streams, and disconnects before the end
+    SLOW = "slow"  # streams, and reads slowly: its latencies say nothing about the server
 
 
 class Ending(StrEnum):

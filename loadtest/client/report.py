@@ -11,17 +11,17 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
-from loadtest.client.outcome import Ending, LoadRun, Outcome
+from loadtest.client.outcome import ClientKind, Ending, LoadRun, Outcome
 from loadtest.client.timeline import timeline
 from loadtest.measurement.benchmark_program import add_options, described, options_of
-from loadtest.measurement.figures import Column, percentiles, table
+from loadtest.measurement.figures import Column, number, percentiles, table
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,13 +44,14 @@ class Slo:
     def is_good(self, outcome: Outcome) -> bool:
         """Return True if a request counts as goodput, as in vLLM: a success within the limits of TTFT, TPOT and E2E.
 
-        A latency that the request does not have, such as TPOT for one token, exceeds no limit.
+        A latency that the request does not have, such as TPOT for one token, exceeds no limit. Nor do those of a slow
+        reader, which are the client's.
         """
         limits = (self.ttft_p95_ms, self.tpot_p95_ms, self.e2e_p95_ms)
         seconds = (outcome.ttft_seconds, outcome.tpot_seconds, outcome.e2e_seconds)
         pairs = zip(limits, seconds, strict=True)
         is_kept = all(limit is None or value is None or 1e3 * value <= limit for limit, value in pairs)
-        return outcome.ending is Ending.OK and is_kept
+        return outcome.ending is Ending.OK and (is_kept or outcome.client is ClientKind.SLOW)
 
     def breaches(self, outcomes: Sequence[Outcome], tokens_per_second: float) -> list[str]:
         """Return a line of text for each objective that the load missed, with the measured value and the limit.
@@ -60,8 +61,7 @@ class Slo:
         if not outcomes:
             return ["no request was sent"]
         lines = []
-        done = [outcome for outcome in outcomes if outcome.ending is Ending.OK]
-        for name, values in zip(("ttft", "tpot", "itl", "e2e"), latencies_ms(done).values(), strict=True):
+        for name, values in zip(("ttft", "tpot", "itl", "e2e"), latencies_ms(timed(outcomes)).values(), strict=True):
             limit = getattr(self, f"{name}_p95_ms")
             p95 = float(np.percentile(values, 95)) if values else None
             if limit is not None and (p95 is None or p95 > limit):
@@ -82,6 +82,11 @@ class Slo:
 def add_slo_arguments(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add one `--slo-...` command-line option per objective to a parser."""
     add_options(parser, {f"slo_{name}": option for name, option in options_of(Slo).items()})
+
+
+def timed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+    """Return the successful requests whose latencies are the server's: those of clients that read at once."""
+    return [each for each in outcomes if each.ending is Ending.OK and each.client is not ClientKind.SLOW]
 
 
 def latencies_ms(done: Sequence[Outcome]) -> dict[str, list[float]]:
@@ -137,11 +142,42 @@ def summarize(
         "slo_breaches": slo.breaches(outcomes, run.tokens_per_second),
     }
     statistics: dict[str, Callable[[Sequence[float]], Any]] = {"mean": np.mean, "median": np.median, "std": np.std}
-    for metric, values in latencies_ms(done).items():
+    for metric, values in latencies_ms(timed(outcomes)).items():
         found = {name: float(statistic(values)) if values else None for name, statistic in statistics.items()}
         found |= percentiles(values, (50, 90, 95, 99))
         result |= {f"{name}_{metric}_ms": value for name, value in found.items()}
-    return result | {"timeline": timeline(outcomes)} | _details(outcomes)
+    return result | {"kinds": kind_figures(outcomes, slo), "timeline": timeline(outcomes)} | _details(outcomes)
+
+
+def kind_figures(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, dict[str, Any]]:
+    """Return the figures of each kind of requests, and of slow readers: counts by result, latencies."""
+    groups: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        groups.setdefault("slow reader" if outcome.client is ClientKind.SLOW else outcome.kind, []).append(outcome)
+    rows: dict[str, dict[str, Any]] = {}
+    for kind, own in sorted(groups.items()):
+        done = [outcome for outcome in own if outcome.ending is Ending.OK]
+        counts = {"sent": len(own), "completed": len(done), "failed": sum(each.ending.is_failure for each in own)}
+        rows[kind] = counts | {"good": sum(map(slo.is_good, own))}
+        for metric, values in latencies_ms(done).items():
+            rows[kind] |= {f"{name}_{metric}_ms": value for name, value in percentiles(values, (50, 95)).items()}
+    return rows
+
+
+def kind_lines(run: Mapping[str, Any]) -> list[str]:
+    """Return a line on each kind of requests of a load; none for a single kind."""
+    lines = []
+    for kind, row in run["kinds"].items() if len(run["kinds"]) > 1 else ():
+        counts = ", ".join(f"{row[name]:,} {text}" for name, text in _COUNTS.items())
+        times = (
+            f"{text} p50/p95 {' / '.join(number(row[f'p{share}_{name}_ms']) for share in (50, 95))} ms"
+            for name, text in (("ttft", "TTFT"), ("e2el", "E2E"))
+        )
+        lines.append(f"{kind}: {counts}; {', '.join(times)}")
+    return lines
+
+
+_COUNTS = {"sent": "sent", "completed": "ok", "failed": "failed", "good": "good"}
 
 
 def _details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
@@ -196,8 +232,8 @@ def percentile_texts(run: Mapping[str, Any]) -> dict[str, str]:
 
 
 def notes(run: Mapping[str, Any]) -> list[str]:
-    """Return failures, missed objectives and warnings of one load, a line each."""
-    lines = [f"{count} × {kind}" for kind, count in run["failures"].items()]
+    """Return kinds of requests, failures, missed objectives and warnings of one load, a line each."""
+    lines = kind_lines(run) + [f"{count} × {kind}" for kind, count in run["failures"].items()]
     lines += [f"broken objective: {breach}" for breach in run["slo_breaches"]]
     if (share := run["client_cpu_share"]) > 0.7:  # of a core: the client itself delays what it measures
         lines.append(f"the load test itself used {share:.0%} of a core; do not trust the latencies")

@@ -21,6 +21,7 @@ class LoadRequest:
     """One request to `/v1/completions`, and the behaviour of its client.
 
     cancel_after: number of chunks after which the client disconnects; None: it reads the whole response.
+    bytes_per_second: rate at which the client reads the response; None: at once.
     return_token_ids: request token ids, so that each token is sent as an event, even if it ends within a character.
     expected: text of a correct completion; None: any text.
     on_end: called with the request and its outcome at the end.
@@ -34,6 +35,7 @@ class LoadRequest:
     max_tokens: int
     client: ClientKind = ClientKind.STREAMING
     cancel_after: int | None = None
+    bytes_per_second: float | None = None
     temperature: float = 1.0
     ignore_eos: bool = True
     seed: int = 0
@@ -48,6 +50,10 @@ class LoadRequest:
         if self.client is not ClientKind.WHOLE:
             body |= {"stream": True, "stream_options": {"include_usage": True}}  # `usage` has the exact token counts
         return body | ({"return_token_ids": True} if self.return_token_ids else {})
+
+    def plain(self) -> "LoadRequest":
+        """Return the same request of a client that streams the whole response and reads it at once."""
+        return replace(self, client=ClientKind.STREAMING, cancel_after=None, bytes_per_second=None)
 
     def flaw(self, outcome: Outcome) -> str:
         """Return the reason for which a complete answer is not a correct one; empty if it is correct."""

@@ -3,10 +3,12 @@
 Ordinary HTTP clients buffer: locust's `iter_lines` waits for 1,024 bytes. The sockets are gevent's, as locust needs.
 """
 
+import argparse
 import itertools
 import json
 import os
 import re
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -20,20 +22,24 @@ import gevent
 import httptools
 import msgspec
 from gevent import socket
+from gevent import ssl as gevent_ssl
 
-from loadtest.client.http1 import ResponseReader, request_bytes
+from loadtest.client.http1 import Pace, ResponseReader, request_bytes
 from loadtest.client.outcome import Ending, Outcome
 from loadtest.client.requests import LoadRequest
 from loadtest.client.workload import Passages, Workload, WorkloadSpec, tales
+from loadtest.measurement.benchmark_program import MeasurementFailed, add_options
 
 # For a service without `/tokenize`. A sentence full of names may have more than twice the expected tokens.
 _CHARS_PER_TOKEN, _OVERSHOOT = 4, 2.5
+# OpenSSL's codes of a certificate that signs itself, or whose CA is not trusted.
+_UNTRUSTED = (18, 19, 20, 21)
 _THOUGHTS = ("reasoning_content", "reasoning")  # texts of a reasoning model before its answer
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Address of the service under test, and the API key to send.
+    """Address of the service under test, the API key to send, and the check of its certificate (None: plain HTTP).
 
     The key comes from the environment, because process lists show flags.
     """
@@ -41,21 +47,39 @@ class Target:
     host: str
     port: int
     api_key: str | None = field(default=None, repr=False)
+    tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def parse(cls, url: str) -> Self:
-        """Parse `http://host[:port]`, and read `KVASIR_API_KEY`. Raises `ValueError` if the URL or key is invalid."""
+    def parse(cls, url: str, ca_file: str | None = None) -> Self:
+        """Parse `http://host[:port]` or `https://...`, and read `KVASIR_API_KEY`.
+
+        ca_file: certificates to trust besides those of the system. Raises `ValueError` if URL, key or file is invalid.
+        """
         parts, key = urlsplit(url), os.environ.get("KVASIR_API_KEY", "").strip()
-        if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
+        if parts.scheme not in ("http", "https") or parts.hostname is None or parts.path not in ("", "/"):
             raise ValueError(f"the URL of the service must look like http://127.0.0.1:8000, not {url!r}")
         if key and not re.fullmatch(r"[!-~]+", key):
             raise ValueError("environment variable KVASIR_API_KEY: must be one word of visible ASCII characters")
-        return cls(parts.hostname, parts.port or 80, key or None)
+        if parts.scheme == "http":
+            return cls(parts.hostname, parts.port or 80, key or None)
+        tls = gevent_ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # checks the certificate and its host name
+        tls.load_default_certs()
+        try:
+            if ca_file:
+                tls.load_verify_locations(ca_file)
+        except OSError as error:
+            raise ValueError(f"--ca-file {ca_file}: {error.strerror}") from error
+        return cls(parts.hostname, parts.port or 443, key or None, tls)
+
+    @property
+    def netloc(self) -> str:
+        """Host and port, as in a URL."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def url(self) -> str:
         """Base URL of the service under test."""
-        return f"http://{self.host}:{self.port}"
+        return f"http{'s' if self.tls else ''}://{self.netloc}"
 
     @property
     def authorization(self) -> dict[str, str]:
@@ -70,11 +94,48 @@ class Target:
         return json.loads(self.fetch(path, None if payload is None else json.dumps(payload).encode()))
 
     def fetch(self, path: str, body: bytes | None = None) -> bytes:
-        """Send a GET, or a POST with a JSON body, and return the body of the response. Raises `OSError` if it fails."""
+        """Send a GET, or a POST with a JSON body, and return the body of the response.
+
+        Raises `OSError` if the request fails, and `MeasurementFailed` without a TLS connection to trust.
+        """
         headers = {"Content-Type": "application/json"} | self.authorization
-        with urllib.request.urlopen(urllib.request.Request(self.url + path, body, headers), timeout=30) as response:
-            content: bytes = response.read()
-            return content
+        request = urllib.request.Request(self.url + path, body, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=30, context=self.tls) as response:
+                content: bytes = response.read()
+                return content
+        except urllib.error.URLError as error:
+            if not isinstance(error.reason, ssl.SSLError):
+                raise
+            text = f"{self.url} does not speak TLS ({error.reason.reason}); perhaps its URL begins with http://"
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                text = f"the certificate of {self.url} is not valid: {error.reason.verify_message.rstrip('.')}"
+                text += "; for a private CA, give --ca-file FILE" if error.reason.verify_code in _UNTRUSTED else ""
+            raise MeasurementFailed(text) from error
+
+    def connect(self, pace: Pace) -> socket.socket:
+        """Connect to the service, for a client that reads at this pace. Raises `OSError` if that fails."""
+        addresses = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        for number, (family, kind, protocol, _, address) in enumerate(addresses, 1):
+            connection = socket.socket(family, kind, protocol)
+            try:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                pace.prepare(connection)
+                connection.connect(address)
+                break
+            except OSError as error:
+                connection.close()
+                if number == len(addresses) or isinstance(error, TimeoutError):
+                    raise
+        return self.tls.wrap_socket(connection, server_hostname=self.host) if self.tls else connection
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add command-line options for requests to a service to a parser, without its URL."""
+    parser.add_argument("--model", help="model id to request (default: the first of /v1/models)")
+    add_options(parser, {"request-timeout": (120.0, "timeout of a request in seconds")})
+    text = "file of certificates to trust besides the system's, for https"
+    parser.add_argument("--ca-file", metavar="FILE", help=text)
 
 
 def discover(target: Target, spec: WorkloadSpec) -> tuple[str, Workload]:
@@ -284,7 +345,7 @@ class CompletionClient:
         Meanwhile, `reader.outcome` gets the time of each chunk on its arrival.
         """
         body = json.dumps(reader.request.body(model)).encode()
-        headers = {"Host": f"{self.target.host}:{self.target.port}", "User-Agent": "kvasir-loadtest"}
+        headers = {"Host": self.target.netloc, "User-Agent": "kvasir-loadtest"}
         sent = request_bytes(reader.request.path, body, headers | self.target.authorization)
         reader.outcome.sent_seconds = time.perf_counter()
         try:
@@ -305,28 +366,29 @@ class CompletionClient:
             self._idle.pop().close()
 
     def _send(self, payload: bytes, reader: CompletionReader) -> None:
-        if self._idle:
+        pace = Pace.of(reader.request.bytes_per_second)
+        if self._idle and not pace.pause_seconds:
             with suppress(ConnectionError):
-                self._exchange(self._idle.pop(), payload, reader)
+                self._exchange(self._idle.pop(), payload, reader, pace)
             if reader.status is not None:
                 return
             # The server closed the idle connection before the request arrived; nothing of a response was received.
-        connection = socket.create_connection((self.target.host, self.target.port))
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._exchange(connection, payload, reader)
+        self._exchange(self.target.connect(pace), payload, reader, pace)
 
-    def _exchange(self, connection: socket.socket, payload: bytes, reader: CompletionReader) -> None:
+    def _exchange(self, connection: socket.socket, payload: bytes, reader: CompletionReader, pace: Pace) -> None:
         """Send a whole request and feed the response to the reader, until the response or the connection ends."""
         try:
             connection.sendall(payload)
             while not reader.is_over:
-                data, now = connection.recv(65536), time.perf_counter()
+                data, now = connection.recv(pace.num_bytes), time.perf_counter()
                 if not data:
                     reader.end_of_connection(now)
                     break
                 reader.feed(data, now)
+                if pace.pause_seconds:
+                    gevent.sleep(pace.pause_seconds)
         finally:
-            if reader.is_complete and reader.is_reusable:
+            if reader.is_complete and reader.is_reusable and not pace.pause_seconds:
                 self._idle.append(connection)
             else:
                 connection.close()

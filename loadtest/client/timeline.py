@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import ClientKind, Ending, Outcome
 from loadtest.measurement.figures import percentiles
 
 _MAX_INTERVALS = 60  # of the timeline of a finished load
@@ -49,6 +49,8 @@ class Timeline:
         for number, moment in enumerate(moments):
             interval = self._at(moment)
             interval.num_tokens += outcome.completion_tokens / len(moments)
+            if outcome.client is ClientKind.SLOW:
+                continue
             if number:
                 interval.itl_ms.append(1e3 * (moment - moments[number - 1]))
             else:

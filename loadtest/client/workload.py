@@ -31,6 +31,8 @@ TALES_PATH = Path(__file__).with_name("tales.txt")
 # Tokens of a prompt beyond its wanted length: its first word lacks a space, and a special token may come first.
 _PROMPT_SLACK = 4
 NUM_PREFIXES, PREFIX_SHARE = 4, 0.75
+# In the order of their shares in a workload.
+_CLIENTS = (ClientKind.WHOLE, ClientKind.CANCELLING, ClientKind.SLOW, ClientKind.STREAMING)
 _JSON_TOKENS = 96  # of a tool call, or of an answer in JSON, whose schemas bound their lengths
 _TURN_STRIDE = 7_919  # between the passages of a conversation
 
@@ -65,7 +67,7 @@ class WorkloadSpec:
     kind: a `WorkloadKind`, or several with their shares, as `shares_of` parses them.
     prompt_tokens, output_tokens: length of each prompt and completion; lognormal: the median; mixed: the base length.
     sigma: standard deviation of the logarithm of lengths; with 0.6, p95 is 2.7 times the median.
-    whole_share, cancelling_share: shares of requests with a client of that kind; all other clients stream to the end.
+    ..._share: shares of requests with a client of that kind; all other clients stream to the end, and read at once.
     """
 
     kind: str = WorkloadKind.FIXED
@@ -74,6 +76,8 @@ class WorkloadSpec:
     sigma: float = described(0.6, "standard deviation of the logarithm of lengths, if lognormal")
     whole_share: float = described(0.0, "share of requests without streaming, from 0 to 1")
     cancelling_share: float = described(0.0, "share of requests whose client disconnects early, from 0 to 1")
+    slow_share: float = described(0.0, "share of requests whose client reads slowly, from 0 to 1")
+    slow_bytes_per_second: float = described(2000.0, "rate at which a slow client reads, in bytes per second")
     turns: int = described(5, "most turns of a conversation, in multi-turn")
     think_seconds: float = described(1.0, "mean of the shortest pause before a later turn, in seconds")
     tool_seconds: float = described(0.1, "shortest pause between a tool call and its result, in seconds")
@@ -161,16 +165,15 @@ class Workload:
             kind = self._kind(rng)
         prompt, output, prefix = self._lengths(rng, kind)
         output = min(output, spec.max_context_tokens // 2)
-        client, cancel_after, share = ClientKind.STREAMING, None, rng.random()
-        if share < spec.whole_share:
-            client = ClientKind.WHOLE
-        elif share < spec.whole_share + spec.cancelling_share:
-            client, cancel_after = ClientKind.CANCELLING, rng.randint(1, max(1, output // 2))
+        share, shares = rng.random(), (spec.whole_share, spec.cancelling_share, spec.slow_share)
+        client = _CLIENTS[bisect_right(list(itertools.accumulate(shares)), share)]
+        cancel_after = rng.randint(1, max(1, output // 2)) if client is ClientKind.CANCELLING else None
         common: dict[str, Any] = {
             "index": index,
             "max_tokens": output,
             "client": client,
             "cancel_after": cancel_after,
+            "bytes_per_second": spec.slow_bytes_per_second if client is ClientKind.SLOW else None,
             "temperature": spec.temperature,
             "seed": rng.randrange(1 << 31),
         }
@@ -188,7 +191,7 @@ class Workload:
             common |= {"prompt": [f"{text}\nHow will the weather be?"], "max_tokens": _JSON_TOKENS}
             return ToolRequest(ignore_eos=False, answer_tokens=output, tool_seconds=spec.tool_seconds, **common)
         if kind is WorkloadKind.EMBEDDINGS:
-            common |= {"client": ClientKind.WHOLE, "cancel_after": None, "max_tokens": 0}
+            common |= {"client": ClientKind.WHOLE, "cancel_after": None, "bytes_per_second": None, "max_tokens": 0}
             return EmbeddingLoadRequest(prompt=text, **common)
         return LoadRequest(prompt=text, ignore_eos=spec.ignore_eos, **common)
 
@@ -301,4 +304,9 @@ def spec_from_arguments(arguments: argparse.Namespace) -> WorkloadSpec:
     """Return the workload settings in the parsed options of `add_workload_arguments`. Raises `ValueError`."""
     values = {name: getattr(arguments, name) for name in options_of(WorkloadSpec)}
     shares_of(arguments.workload)
+    for name in ("whole_share", "cancelling_share", "slow_share", "canary_share"):
+        if not 0.0 <= getattr(arguments, name) <= 1.0:
+            raise ValueError(f"--{name.replace('_', '-')} must be from 0 to 1")
+    if not arguments.slow_bytes_per_second > 0.0:
+        raise ValueError("--slow-bytes-per-second must be above 0")
     return WorkloadSpec(kind=arguments.workload, ignore_eos=not arguments.stop_at_end, **values)

@@ -1,8 +1,8 @@
-"""Generator of docs/performance.md, of the measured parts of docs/attention.md, and of their pictures.
+"""Generator of docs/performance.md and of its picture.
 
-    python -m loadtest.docgen.pages {performance,attention} [--check]
+    python -m loadtest.docgen.pages [--check]
 
-All figures come from the JSON files in docs/results. The text of a page is a template, PAGE_template.md in this folder,
+All figures come from the JSON files in docs/results. The text is a template, performance_template.md in this folder,
 with three kinds of placeholders:
 
     {engine.roofline.gflops:.0f*1e-9}   a figure: path in the results, format, factor
@@ -12,20 +12,19 @@ with three kinds of placeholders:
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from loadtest.docgen import pictures
+from matplotlib.figure import Figure
+
 from loadtest.inprocess.bench_engine import DECODE_COLUMNS, PROMPT_COLUMNS
-from loadtest.inprocess.bench_kernels import COLUMNS as KERNEL_COLUMNS
-from loadtest.measurement.benchmark_program import QUIET_CORES, is_picture_of
-from loadtest.measurement.figures import Column, cell, pooled_deviation, ratio_spread, spread, table, value_at
+from loadtest.measurement.benchmark_program import QUIET_CORES, digest, is_picture_of
+from loadtest.measurement.figures import Column, cell, ratio_spread, spread, table, value_at
 from loadtest.peers.bench_peers import STEADY_SHARE, is_sound
 from loadtest.peers.engines import DEFAULTS
 
@@ -39,26 +38,16 @@ NAMES: Final = (
     "default_gguf",
     "models",
     "peers",
-    "kernels",
     "latency",
 )
-# Pictures of each page: the function that draws the picture, and the path of the result that it shows.
-PICTURES: Final[dict[str, dict[str, tuple[Callable[[Path, Any], None], str]]]] = {
-    "performance": {
-        "performance-peers.png": (pictures.draw_peers, "peers"),
-    },
-    "attention": {"attention.png": (pictures.draw_attention, "train.rows")},
-}
 _PLACEHOLDER = re.compile(
     r"^\{\*(?P<rows>[\w.-]+)\}(?P<line>.*\n)"
     r"|\{(?P<path>[\w.-]+)(?:(?P<sign>[<>])=(?P<limit>[\d.]+))?(?::(?P<form>[^}*]*))?(?:\*(?P<scale>[\de.-]+))?\}",
     re.MULTILINE,
 )
-_MEASURED = re.compile(r"(<!-- measured: ([a-z-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 _STREAMS = (16, 64)  # numbers of streams with a target
 _TTFT_RATIO = 0.5  # wanted TTFT p99 of Kvasir relative to another server's
-_BANDWIDTH_BATCH, _BANDWIDTH_CONTEXT = 16, 512  # smallest decode step with a target for its bandwidth
 # Wanted speed of Kvasir relative to the best peer, by number of streams. The precisions are those of decoding.
 _AIMS: Final = {
     "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
@@ -103,17 +92,11 @@ def performance_page(results: Mapping[str, Any]) -> str:
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
     peer_facts = _peer_facts(results["models"], results["peers"], (results["defaults"], results["default_gguf"]))
-    shares = [
-        row["share_of_memory"]["median"]
-        for row in results["kernels"]["rows"]
-        if row["batch"] >= _BANDWIDTH_BATCH and row["context"] >= _BANDWIDTH_CONTEXT
-    ]
     facts = {
         **results,
         "tables": {
             "engine_decode": table(DECODE_COLUMNS, results["engine"]["decode"]),
             "engine_prompts": table(PROMPT_COLUMNS, results["engine"]["prompts"]),
-            "kernels": table(KERNEL_COLUMNS, results["kernels"]["rows"]),
         },
         "quiet": {"cores": QUIET_CORES, "steady_share": STEADY_SHARE},
         "machines": _named(results),
@@ -129,7 +112,6 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "paces": [level | {"pace": f"{level['step_ms']:g}" if level["step_ms"] else "instant"} for level in frontend],
         "chunk_limits": points,
         "slowdown_limits": [point for point in points if point["prompt_slowdown"] is not None],
-        "bandwidth": {"low": min(shares), "high": max(shares)},
         **peer_facts,
         "leading_head": peer_facts["leading_pairs"][:1],
     }
@@ -204,122 +186,69 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return pairs
 
 
-def losses(row: Mapping[str, Any]) -> list[float]:
-    """Return the held-out losses of an attention mechanism's training runs, one per seed, in nats per token."""
-    return [run["nats_per_token"] for run in row["runs"]]
-
-
-def differences(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each attention mechanism's held-out loss minus its baseline's, and the error of this difference.
-
-    Runs of one seed read the same texts in the same order, so losses are subtracted seed by seed, then averaged. The
-    error is twice the standard error of this mean. One mechanism has too few seeds to estimate a standard error, so all
-    mechanisms share a pooled deviation.
-    """
-    by_seed = {
-        name: [own - other for own, other in zip(losses(row), losses(rows[row["compared_with"]]), strict=True)]
-        for name, row in rows.items()
-        if row["compared_with"] != name
-    }
-    deviation = pooled_deviation(list(by_seed.values()))
-    found = {}
-    for name, values in by_seed.items():
-        mean, error = statistics.fmean(values), 2.0 * deviation / math.sqrt(len(values))
-        verdict = "within the noise" if abs(mean) <= error else "better" if mean < 0 else "worse"
-        found[name] = {"mean": mean, "error": error, "verdict": verdict}
-    return found
-
-
-def attention_page(page: str, results: Mapping[str, Any]) -> str:
-    """Return docs/attention.md with the text between `<!-- measured: NAME -->` and `<!-- end -->` replaced.
-
-    Raises:
-        KeyError: the results lack a phase of the benchmark (`train` or `speed`).
-        ValueError: only one seed was trained, or page and template have different NAMEs.
-    """
-    training, speed = results["train"], results["speed"]
-    settings, found = training["settings"], differences(training["rows"])
-    rows: list[dict[str, Any]] = []
-    for name, row in training["rows"].items():
-        difference, other = found.get(name), training["rows"][row["compared_with"]]
-        compared = dict.fromkeys(("other", "difference", "verdict"), "–")
-        if difference is not None:
-            text = f"{difference['mean']:+.3f} ± {difference['error']:.3f}"
-            compared = {"other": other["title"], "difference": text, "verdict": difference["verdict"]}
-        by_seed = " / ".join(f"{loss:.3f}" for loss in losses(row))
-        figures = {"changed": _changes(row), "loss": statistics.fmean(losses(row)), "by_seed": by_seed}
-        rows.append(row | speed["rows"][name] | figures | compared)
-    facts = {
-        **results,
-        "rows": rows,
-        "best_first": sorted(rows, key=lambda row: row["loss"]),
-        "num_tokens": settings["steps"] * settings["batch_size"] * settings["sequence_length"],
-        "seeds": ", ".join(map(str, settings["seeds"])),
-        "precision": " and ".join(settings["precision"]),
-        "noise": pooled_deviation([losses(row) for row in rows]),
-        "phases": [training | {"took_seconds": 60.0 * settings["train_minutes"]}, speed],
-        "num_runs": sum(len(row["runs"]) for row in rows),
-        "commits": ", ".join(sorted({f"`{run['commit']}`" for row in rows for run in row["runs"]})),
-    }
-    filled = fill(Path(__file__).with_name("attention_template.md").read_text(encoding="utf-8"), facts)
-    parts = {match[2]: match[3] for match in _MEASURED.finditer(filled)}
-    named = [match[2] for match in _MEASURED.finditer(page)]
-    if sorted(named) != sorted(parts):
-        raise ValueError(f"the page must have each measured part once: {', '.join(parts)}; it has {', '.join(named)}")
-    return _MEASURED.sub(lambda match: match[1] + parts[match[2]] + match[4], page)
-
-
-def _changes(row: Mapping[str, Any]) -> str:
-    """Return the model settings that define an attention mechanism as text, with fractions rounded."""
-    texts = []
-    for key, value in row["changes"].items():
-        text = f"{value:.4g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
-        texts.append(f"`{key}={text}`")
-    of_other = "" if row["compared_with"] == "multi-head" else f"of {row['compared_with']}: "
-    return of_other + ", ".join(texts) if texts else "–"
+def draw_peers(path: Path, result: Mapping[str, Any]) -> None:
+    """Draw decode speed of all compared engines over the number of streams: a panel per model shape and precision."""
+    cells = [row for row in result["cells"] if row["kind"] == "decode" and any(map(is_sound, row["peers"].values()))]
+    shortest = min((row["prompt_tokens"] for row in cells), default=0)
+    cells = [row for row in cells if row["prompt_tokens"] == shortest]
+    panels = list(dict.fromkeys((row["shape"], row["precision"]) for row in cells))
+    columns = max(1, min(3, len(panels)))
+    rows = max(1, -(-len(panels) // columns))
+    figure = Figure(figsize=(4 * columns, 3.4 * rows), layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, panel in zip(grid, panels, strict=False):
+        own = [row for row in cells if (row["shape"], row["precision"]) == panel]
+        for number, name in enumerate(("ours", *result["peers"])):
+            lines = []
+            for row in own:
+                side, names = ("ours", list(row["peers"])) if name == "ours" else ("theirs", [name])
+                sound = [peer for each in names if is_sound(peer := row["peers"].get(each, {}))]
+                if rates := [rate for peer in sound for rate in peer[side]["tokens_per_second"]["values"]]:
+                    lines.append((row["streams"], statistics.median(rates)))
+            if lines:
+                width = 2.5 if name == "ours" else 1.2
+                axes.plot(*zip(*lines, strict=True), "o-", color=f"C{number}", linewidth=width, label=name)
+        axes.set_title(" ".join(panel), fontsize=9)
+        ticks = sorted({row["streams"] for row in own})
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(ticks, map(str, ticks))
+        axes.set_xlabel("streams")
+        axes.set_ylabel("tokens/s")
+        axes.grid(visible=True, which="both", alpha=0.25)
+        axes.legend(fontsize=7)
+    for axes in grid[len(panels) :]:
+        axes.set_axis_off()
+    figure.savefig(path, dpi=80, metadata={"Source": digest(result), "Software": None})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write or check a page and its pictures. Return the exit code: 0; 1 if `--check` fails; 2 for missing results."""
-    parser = argparse.ArgumentParser(prog="python -m loadtest.docgen.pages", description="Write a page of docs/.")
-    text = "page to write: performance or attention"
-    parser.add_argument("name", choices=sorted(PICTURES), metavar="PAGE", help=text)
+    """Write or check the page and its picture. Return the exit code: 0; 1 if `--check` fails; 2 for missing results."""
+    parser = argparse.ArgumentParser(prog="python -m loadtest.docgen.pages", description="Write docs/performance.md.")
     text = "folder of the benchmark results (default: docs/results)"
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help=text)
     parser.add_argument("--docs", type=Path, default=DOCS, metavar="DIR", help="folder of the page (default: docs)")
-    text = "write nothing; exit with 1 if the page or a picture does not match the results"
+    text = "write nothing; exit with 1 if the page or the picture does not match the results"
     parser.add_argument("--check", action="store_true", help=text)
     arguments = parser.parse_args(argv)
-    path = arguments.docs / f"{arguments.name}.md"
-
-    def read(name: str) -> Any:
-        return json.loads((arguments.results / f"{name}.json").read_text(encoding="utf-8"))
-
+    path, picture = arguments.docs / "performance.md", arguments.docs / "performance-peers.png"
     try:
-        if arguments.name == "attention":
-            results = read("attention")
-            page = attention_page(path.read_text(encoding="utf-8"), results)
-        else:
-            results = {name: read(name) for name in NAMES}
-            page = performance_page(results)
+        texts = {name: (arguments.results / f"{name}.json").read_text(encoding="utf-8") for name in NAMES}
+        results = {name: json.loads(text) for name, text in texts.items()}
+        page = performance_page(results)
     except (OSError, ValueError, KeyError) as error:
         reason = f"the results lack {error}; run the benchmark again" if isinstance(error, KeyError) else error
         print(f"{parser.prog}: {reason}", file=sys.stderr)
         return 2
-    drawn = {
-        arguments.docs / file: (draw, value_at(results, at)) for file, (draw, at) in PICTURES[arguments.name].items()
-    }
     if not arguments.check:
         path.write_text(page, encoding="utf-8")
-        for picture, (draw, result) in drawn.items():
-            draw(picture, result)
-        print(path, *drawn, sep="\n")
+        draw_peers(picture, results["peers"])
+        print(path, picture, sep="\n")
         return 0
-    stale = [picture for picture, (_, result) in drawn.items() if not is_picture_of(picture, result)]
-    if not path.is_file() or path.read_text(encoding="utf-8") != page:
-        stale.insert(0, path)
+    stale = [] if path.is_file() and path.read_text(encoding="utf-8") == page else [path]
+    stale += [] if is_picture_of(picture, results["peers"]) else [picture]
     for file in stale:
-        print(f"{file} does not match the benchmark results; run {parser.prog} {arguments.name}", file=sys.stderr)
+        print(f"{file} does not match the benchmark results; run {parser.prog}", file=sys.stderr)
     return 1 if stale else 0
 
 

@@ -2,16 +2,15 @@
 
     python -m loadtest.gpu.wheels FOLDER
 
-The machine has Python 3.12, and the packages in `PRESENT`. All other packages that the suite's modules import, and
-their dependencies, are downloaded in the versions of requirements/dev.txt.
+The machine has Python 3.12, and the packages in `PRESENT`. All other packages that are loaded with the suite's modules,
+and their dependencies, are downloaded in the versions of requirements/dev.txt.
 """
 
 import argparse
-import ast
+import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from importlib.metadata import packages_distributions, requires
 from pathlib import Path
 from typing import Final
@@ -20,7 +19,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 _ROOT = Path(__file__).parents[2]
-_LOCAL = ("loadtest", "model", "service", "tests")
 # Packages of the machine, whose dependencies it has too.
 PRESENT: Final = frozenset({"torch", "triton", "numpy"})
 # Programs that the suite starts, and the plugin for parallel tests, which no module imports. bench_transformers is not
@@ -37,53 +35,19 @@ def suite_files() -> list[Path]:
     return [*(_ROOT / name for name in ENTRIES), *(path for path in tests if "mark.gpu" in path.read_text())]
 
 
-def imported_packages(files: Sequence[Path]) -> set[str]:
-    """Return the top-level names of the packages that files import, also through modules of the project.
-
-    Imports inside functions count only for modules of the project and for the given files.
-    """
-    found, seen, waiting = set[str](), set[Path](), list(files)
-    while waiting:
-        path = waiting.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        for name, is_deferred in _imports(ast.parse(path.read_text())):
-            package, _, _ = name.partition(".")
-            if package in _LOCAL:
-                waiting += _files_of(name)
-            elif not is_deferred or path in files:
-                found.add(package)
-    return found - set(sys.stdlib_module_names)
-
-
-def _imports(tree: ast.AST, *, is_deferred: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield each module that a syntax tree imports, and True if in a function; not imports for type checkers."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, is_deferred) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module, is_deferred
-            yield from ((f"{node.module}.{alias.name}", is_deferred) for alias in node.names)
-        elif not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
-            is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-            yield from _imports(node, is_deferred=is_deferred or is_function)
-
-
-def _files_of(module: str) -> Iterator[Path]:
-    """Yield the files that importing a project module runs: its packages' __init__.py, and the module itself."""
-    path = _ROOT
-    for part in module.split("."):
-        path /= part
-        yield from (file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file())
+def loaded_packages() -> set[str]:
+    """Import what the suite runs, and return the top-level names of all modules that are loaded then."""
+    for path in suite_files():
+        importlib.import_module(".".join(path.relative_to(_ROOT).with_suffix("").parts))
+    return {name.partition(".")[0] for name in sys.modules}
 
 
 def needed_distributions(packages: set[str]) -> set[str]:
     """Return the distributions of packages and of their dependencies, without those that the machine has."""
     names, distributions = packages_distributions(), set[str]()
-    waiting = [*_PLUGINS, *(names[package][0] for package in packages)]
+    waiting = [*_PLUGINS, *(names[package][0] for package in packages & names.keys())]
     # pydantic needs a newer typing_extensions than torch.
-    present = PRESENT | {canonicalize_name(each) for each in _dependencies("torch")} - {"typing-extensions"}
+    present = PRESENT | {"kvasir", *map(canonicalize_name, _dependencies("torch"))} - {"typing-extensions"}
     while waiting:
         name = canonicalize_name(waiting.pop())
         if name not in distributions | present:
@@ -102,7 +66,7 @@ def requirements() -> list[str]:
     """Return the distributions to download, each with its version, such as "msgspec==0.22.0"."""
     pinned = re.findall(r"^([\w.-]+)==(\S+)", (_ROOT / "requirements/dev.txt").read_text(), re.MULTILINE)
     versions = {canonicalize_name(name): version for name, version in pinned}
-    names = needed_distributions(imported_packages(suite_files()))
+    names = needed_distributions(loaded_packages())
     return [f"{name}=={versions[canonicalize_name(name)]}" for name in sorted(names)]
 
 

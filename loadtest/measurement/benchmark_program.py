@@ -116,13 +116,11 @@ def run_benchmark(
     measure: Callable[[], dict[str, Any]],
     *,
     prints_json: bool = True,
-    part: str | None = None,
     report: Callable[[Path], Sequence[Path]] | None = None,
 ) -> int:
     """Call `measure`, and write its figures with their provenance as JSON to the file `--out` or to standard output.
 
     prints_json: print the JSON if `--out` is missing; False: write nothing then.
-    part: name of an argument. Its value is the field of the file `--out` to replace; None replaces the whole file.
     report: function that writes the report of the file `--out` beside it, and returns the paths to print.
 
     Returns the exit code: 0; 1 after `MeasurementFailed`, or for figures with a true field `interrupted`. A
@@ -138,9 +136,6 @@ def run_benchmark(
     except ValueError as error:
         parser.error(str(error))
     result = facts | {"took_seconds": round(time.perf_counter() - began, 1)} | figures
-    if part is not None:
-        former = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
-        result = former | {getattr(arguments, part): result}
     if prints_json or arguments.out is not None:
         write_result(result, arguments.out)
     if report is not None and arguments.out is not None:

@@ -1,6 +1,5 @@
-"""Figures of repeated measurements: median and range, ratios of pairs, deviation within groups, and Markdown tables."""
+"""Figures of repeated measurements: median and range, ratios of pairs, percentiles, and Markdown tables."""
 
-import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,12 +24,11 @@ def percentiles(values: Sequence[float], shares: Sequence[float]) -> dict[str, f
     return {f"p{share:g}": value for share, value in zip(shares, found, strict=True)}
 
 
-def pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
-    """Return the pooled standard deviation of values within groups. Raises ValueError if no group has two values."""
-    freedom = sum(len(values) - 1 for values in groups)
-    if freedom < 1:
-        raise ValueError("the noise between seeds needs at least two seeds; run bench_attention train --seeds 1 2")
-    return math.sqrt(sum((len(values) - 1) * statistics.variance(values) for values in groups) / freedom)
+def number(value: float | None) -> str:
+    """Return a figure with three digits, without an exponent; a dash for None."""
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 class Column(NamedTuple):

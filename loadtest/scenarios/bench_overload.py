@@ -23,7 +23,7 @@ from typing import Any
 import gevent
 import numpy as np
 import openai
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from loadtest.client.outcome import LoadRun
 from loadtest.client.report import Slo, summarize, without_details
@@ -31,8 +31,9 @@ from loadtest.client.sse_client import CompletionClient, discover
 from loadtest.client.workload import WorkloadKind, WorkloadSpec
 from loadtest.measurement.benchmark_program import MeasurementFailed, run_program, show
 from loadtest.scenarios.service_benchmark import ServiceProcess, kvasir_serve, run_closed, serve_settings
-from loadtest.sweep.load_page import write_load_report
 from loadtest.sweep.open_loop import OpenLoop
+from loadtest.sweep.page import write_report
+from loadtest.sweep.server_side import read_samples
 
 _MEMORY_SETTLES = 20  # first samples of memory, one per second, that do not count: caches and pools still fill
 
@@ -56,9 +57,8 @@ def growth_per_minute(samples: Sequence[tuple[float, float]]) -> float:
     return 60.0 * float(np.polyfit(seconds, values, 1)[0]) if len(samples) > 1 else 0.0
 
 
-def retry_after_errors(metrics: str) -> dict[str, Any]:
+def retry_after_errors(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return from `/metrics` the number of checked Retry-After values, and the share with an error of at most 0.5 s."""
-    samples = (sample for family in text_string_to_metric_families(metrics) for sample in family.samples)
     buckets = (sample for sample in samples if sample.name == "llm_retry_after_error_seconds_bucket")
     counts = {float(sample.labels["le"]): round(sample.value) for sample in buckets}
     total = counts[float("inf")]
@@ -132,7 +132,7 @@ def measure_loads(
             memory = gevent.spawn(watch_memory, service, settle + arguments.seconds)
             overload = send(load, rate, settle, arguments.seconds)
             sdk = {name: call.result() for name, call in calls.items()}
-        retry_after = retry_after_errors(target.fetch("/metrics").decode())
+        retry_after = retry_after_errors(read_samples(target))
         show("saturation again")
         again = saturate(client)
     capacity = (saturation.tokens_per_second + again.tokens_per_second) / 2
@@ -186,7 +186,7 @@ _OPTIONS = {
     "output-tokens": (64, "number of tokens in a completion"),
     "seed": (0, "seed of the requests and of their arrival times"),
 }
-main = partial(run_program, "loadtest.scenarios.bench_overload", __doc__, _OPTIONS, measure, report=write_load_report)
+main = partial(run_program, "loadtest.scenarios.bench_overload", __doc__, _OPTIONS, measure, report=write_report)
 
 
 if __name__ == "__main__":

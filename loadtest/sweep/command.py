@@ -20,7 +20,7 @@ from loadtest.client.canaries import Canaries
 from loadtest.client.outcome import Ending
 from loadtest.client.report import Slo, add_slo_arguments
 from loadtest.client.requests import LoadRequest
-from loadtest.client.sse_client import CompletionClient
+from loadtest.client.sse_client import CompletionClient, add_target_arguments
 from loadtest.client.workload import add_workload_arguments
 from loadtest.measurement.benchmark_program import (
     CommandParser,
@@ -30,8 +30,9 @@ from loadtest.measurement.benchmark_program import (
     read_arguments,
     run_benchmark,
 )
+from loadtest.measurement.figures import number
 from loadtest.sweep.compare import Verdict, compare, comparison_text
-from loadtest.sweep.figures import findings, number, sweep_figures, sweep_table, warnings
+from loadtest.sweep.figures import findings, sweep_figures, sweep_table, warnings
 from loadtest.sweep.level import Level, Load, WindowPlan, measure
 from loadtest.sweep.open_loop import OpenLoop, reach
 from loadtest.sweep.page import write_report
@@ -44,7 +45,6 @@ _OPTIONS: dict[str, tuple[Any, ...]] = {
     "precision": (0.03, "end when the highest good rate and the lowest other rate differ by less than this share"),
     "windows": (8, "windows to count at each rate, after the warm-up; at most three times as many are measured"),
     "window-seconds": (5.0, "length of a window in seconds; at least the latency of a request alone"),
-    "request-timeout": (120.0, "timeout of a request in seconds"),
 }
 
 
@@ -112,7 +112,7 @@ def probe(client: CompletionClient, requests: Sequence[LoadRequest], model: str)
 
     Raises MeasurementFailed if a request fails.
     """
-    outcomes = [client.complete(request, model=model) for request in requests]
+    outcomes = [client.complete(request.plain(), model=model) for request in requests]
     for outcome in outcomes:
         if outcome.ending.is_failure:
             raise MeasurementFailed(f"the only request in flight failed: {outcome.ending}: {outcome.detail}")
@@ -126,7 +126,7 @@ def wait_idle(client: CompletionClient, requests: Iterator[LoadRequest], model: 
     """
     end = time.monotonic() + _MAX_IDLE_SECONDS
     while time.monotonic() < end:
-        outcome = client.complete(next(requests), model=model)
+        outcome = client.complete(next(requests).plain(), model=model)
         if outcome.ending is Ending.OK and outcome.e2e_seconds < 2 * alone:
             return
         gevent.sleep(alone)
@@ -171,7 +171,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
     lines = [f"- {line}" for line in findings(figures)]
     lines += [f"- warning: {line}" for line in warnings(figures)]
     print("\n".join(["", sweep_table(figures), *lines]))
-    settings = {name: getattr(arguments, name.replace("-", "_")) for name in _OPTIONS}
+    settings = {name: getattr(arguments, name.replace("-", "_")) for name in (*_OPTIONS, "request-timeout")}
     return {
         "kind": "sweep",
         "url": target.url,
@@ -193,7 +193,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 def _add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of both ways to measure a server to a parser."""
     parser.add_argument("--url", required=True, help="URL of the server, for example http://127.0.0.1:8000")
-    parser.add_argument("--model", help="model id to request (default: the first of /v1/models)")
+    add_target_arguments(parser)
     text = "JSON file, or a directory in which each run gets one; the report is written beside it, as .html and .md"
     parser.add_argument("--out", type=Path, metavar="PATH", help=text)
     add_workload_arguments(parser.add_argument_group("workload"))
@@ -228,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command == "compare":
         return run_compare(arguments)
     command, measured = (sweeping, sweep) if arguments.command == "sweep" else (replaying, replay)
+    arguments.given.remove(arguments.command)  # the program's name has it already
     if arguments.out is not None and arguments.out.suffix != ".json":
         arguments.out = new_run(arguments.out, arguments.command)
     return run_benchmark(command, arguments, lambda: measured(arguments), prints_json=False, report=write_report)

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from loadtest.measurement.figures import Column, table
-from loadtest.sweep.figures import METRICS, PERCENTILES, number
+from loadtest.measurement.figures import Column, number, table
+from loadtest.sweep.figures import METRICS, PERCENTILES
 
 _RATES = ("request_throughput", "output_throughput", "request_goodput")
 _SAME_RATE = 0.01  # rates that differ by less than this share are compared

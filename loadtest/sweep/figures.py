@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from loadtest.client.outcome import Ending, Outcome
-from loadtest.client.report import Slo, latencies_ms, summarize
+from loadtest.client.report import Slo, kind_lines, latencies_ms, summarize, timed, without_details
 from loadtest.measurement.benchmark_program import QUIET_CORES
-from loadtest.measurement.figures import Column, table
+from loadtest.measurement.figures import Column, number, table
 from loadtest.sweep.level import Level, State
 from loadtest.sweep.search import at_capacity, brackets, capacity, estimate, settled
 from loadtest.sweep.server_side import limiting_factor
@@ -29,7 +28,7 @@ def level_figures(level: Level, slo: Slo) -> dict[str, Any]:
     """
     run, windows = level.run(), level.windows()
     figures = summarize(run, label=f"{level.rate:.4g} per s", slo=slo, request_rate=level.rate)
-    figures = {name: value for name, value in figures.items() if not isinstance(value, list) or name == "slo_breaches"}
+    figures = without_details(figures)
     intervals: dict[str, tuple[float, float]] = {}
     rates = {
         "request_throughput": [window.requests_per_second for window in windows],
@@ -38,7 +37,7 @@ def level_figures(level: Level, slo: Slo) -> dict[str, Any]:
     }
     for name, values in rates.items():
         intervals[name] = estimate(values)[1:]
-    groups = [latencies_ms([each for each in window.sent if each.ending is Ending.OK]) for window in windows]
+    groups = [latencies_ms(timed(window.sent)) for window in windows]
     for metric in METRICS:
         parts = [np.array(group[metric]) for group in groups if group[metric]]
         pooled = np.concatenate([[], *parts])
@@ -56,24 +55,9 @@ def level_figures(level: Level, slo: Slo) -> dict[str, Any]:
         "window_seconds": level.window_seconds,
         "num_windows": len(windows),
         "server_ms": level.server_ms,
-        "kinds": kind_figures(run.sent, slo),
         "late_send_p99_ms": float(np.percentile(late, 99)) if late else None,
         "intervals": intervals,
     }
-
-
-def kind_figures(outcomes: Sequence[Outcome], slo: Slo) -> dict[str, dict[str, Any]]:
-    """Return the figures of each kind of requests: counts by result, requests within the objectives, latencies."""
-    rows: dict[str, dict[str, Any]] = {}
-    for kind in sorted({outcome.kind for outcome in outcomes}):
-        own = [outcome for outcome in outcomes if outcome.kind == kind]
-        done = [outcome for outcome in own if outcome.ending is Ending.OK]
-        counts = {"sent": len(own), "completed": len(done), "failed": sum(each.ending.is_failure for each in own)}
-        rows[kind] = counts | {"good": sum(map(slo.is_good, own))}
-        for metric, values in latencies_ms(done).items():
-            texts = ((f"p{share}_{metric}_ms", share) for share in (50, 95))
-            rows[kind] |= {name: float(np.percentile(values, share)) if values else None for name, share in texts}
-    return rows
 
 
 def _bootstrap(parts: Sequence[np.ndarray[Any, Any]], percentiles: Sequence[float]) -> tuple[list[float], list[float]]:
@@ -131,13 +115,6 @@ _COLUMNS = (
 )
 
 
-def number(value: float | None) -> str:
-    """Return a figure with three digits, without an exponent; a dash for None."""
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
 def with_margin(row: Mapping[str, Any], name: str) -> str:
     """Return a figure with the half-width of its confidence interval."""
     low, high = row["intervals"].get(name, (None, None))
@@ -190,6 +167,7 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
     else:
         above = "" if stable["lowest_above"] is None else f"; {number(stable['lowest_above'])} was not"
         lines.append(f"Highest stable rate: {number(stable['highest'])} requests/s{above}.")
+        lines += [f"At this rate, {line}." for line in kind_lines(by_rate[stable["highest"]])]
         lines.append(
             f"Knee: {number(sweep['knee_rate'])} requests/s, with the best ratio of throughput to E2E latency."
         )

@@ -22,13 +22,12 @@ def reach(arguments: argparse.Namespace) -> tuple[Target, str, Workload]:
 
     Raises `ValueError` for invalid options, and `MeasurementFailed` if the server does not answer.
     """
-    if not 0.0 <= arguments.canary_share <= 1.0:
-        raise ValueError("--canary-share must be from 0 to 1")
-    spec, target = spec_from_arguments(arguments), Target.parse(arguments.url)
+    spec, target = spec_from_arguments(arguments), Target.parse(arguments.url, arguments.ca_file)
     try:
         discovered, workload = discover(target, spec)
     except OSError as error:
-        raise MeasurementFailed(f"{target.url} does not answer: {error}; is the server running?") from error
+        reason = getattr(error, "reason", error)  # a URLError is printed as "<urlopen error ...>"
+        raise MeasurementFailed(f"{target.url} does not answer: {reason}; is the server running?") from error
     return target, arguments.model or discovered, workload
 
 

@@ -1,11 +1,13 @@
-"""Report of a sweep as one HTML file without links to other files, and the same as Markdown.
+"""Report of a sweep, a replay or other loads as one HTML file without links to other files, and as Markdown.
 
 The plots are inline SVG. Their black becomes the page's text color, so that they suit light and dark pages.
+`python -m loadtest.sweep.page results.json` writes the report beside the results.
 """
 
 import io
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -18,12 +20,18 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
-from loadtest.sweep.figures import METRICS, PERCENTILES, findings, number, sweep_table, warnings
+from loadtest.client.report import markdown, notes
+from loadtest.client.timeline import PERCENTILES as PERCENTILES_OVER_TIME
+from loadtest.measurement.figures import number
+from loadtest.sweep.figures import METRICS, PERCENTILES, findings, sweep_table, warnings
 from loadtest.sweep.level import State
 from loadtest.sweep.server_side import PHASES
 
 _INK = "#010203"  # replaced by the page's text color
 _COLORS = ("#4c8dd6", "#3aa676", "#d98a29", "#d05a5a")  # legible on white and on black
+# Ending in the timeline: its count in the summary, and its color.
+_ENDINGS = {"ok": ("completed", "#3aa676"), "rejected": ("shed", "#d98a29"), "cancelled": ("cancelled", "#8a8f98"),
+            "failed": ("failed", "#d05a5a")}  # fmt: skip
 _LONG = {"TTFT": "Time to first token", "ITL": "Inter-token latency", "E2E": "End-to-end latency"}
 _STYLE = {
     "svg.fonttype": "none",
@@ -48,12 +56,44 @@ def draw(name: str, sweep: Mapping[str, Any], fill: Callable[[Axes], None]) -> s
         axes.set_xlabel("requests/s sent")
         axes.grid(visible=True, alpha=0.25)
         figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-        file = io.StringIO()
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    svg = file.getvalue()
-    return (
-        svg[svg.index("<svg") :].replace(_INK, "currentColor").replace("<svg", f'<svg role="img" aria-label="{name}"')
-    )
+        return _svg(figure, name)
+
+
+def draw_over_time(load: Mapping[str, Any]) -> str:
+    """Return plots of a load over time as an SVG element: requests/s by ending, tokens/s, TTFT and ITL."""
+    columns = {name: [row[name] for row in load["timeline"]] for name in load["timeline"][0]}
+    seconds = columns["seconds"]
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": load["label"]}):
+        figure = Figure(figsize=(9, 9), layout="constrained")
+        requests, tokens, *latencies = figure.subplots(4, 1, sharex=True)
+        requests.stackplot(
+            seconds,
+            [columns[name] for name in _ENDINGS],
+            labels=[f"{load[count]:,} {name}" for name, (count, _) in _ENDINGS.items()],
+            colors=[color for _, color in _ENDINGS.values()],
+            step="post",
+            linewidth=0,
+        )
+        tokens.step(seconds, columns["tokens"], where="post", color=_COLORS[0], label="completion tokens")
+        for axes, metric in zip(latencies, ("ttft", "itl"), strict=True):
+            for share, color in zip(PERCENTILES_OVER_TIME, (_COLORS[0], _COLORS[3]), strict=True):
+                values = columns[f"p{share}_{metric}_ms"]
+                axes.plot(seconds, values, "o-", color=color, markersize=2.5, linewidth=1.2, label=f"p{share}")
+        titles = ("Requests/s by ending", "Tokens/s", "Time to first token, ms", "Inter-token latency, ms")
+        for axes, title in zip((requests, tokens, *latencies), titles, strict=True):
+            axes.set_title(title, loc="left", weight="bold")
+            axes.set_ylim(bottom=0)
+            axes.grid(visible=True, alpha=0.25)
+            axes.legend(frameon=False, fontsize=9, loc="lower right", bbox_to_anchor=(1, 0.97), ncols=4)
+        latencies[-1].set_xlabel("seconds since the first request")
+        return _svg(figure, f"{load['label']} over time")
+
+
+def _svg(figure: Figure, name: str) -> str:
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata={"Date": None})
+    svg = file.getvalue().replace(_INK, "currentColor")
+    return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(name)}"', 1)
 
 
 def _label_ticks(axis: Axis, digits: Sequence[int]) -> None:
@@ -137,30 +177,32 @@ def _line(axes: Axes, levels: Sequence[Mapping[str, Any]], key: str, color: str,
 
 
 _RATE = {"requests/s": "rate"}
-_THROUGHPUT = _RATE | {
-    "state": "state",
+_LEVEL = _RATE | {"state": "state"}
+_LOAD = {"load": "label"}
+_THROUGHPUT = {
     "ok/s": "request_throughput",
     "tokens/s": "output_throughput",
     "goodput/s": "request_goodput",
     "requests": "num_prompts",
     "failed": "failed",
+    "cancelled": "cancelled",
     "429": "shed",
-    "warm-up s": "warm_up_seconds",
     "client CPU": "client_cpu_share",
 }
-_PHASES = {f"{phase} ms": phase for phase in PHASES}
-_LATENCIES = _RATE | {
-    f"{name} p{each:g}": f"p{each:g}_{metric}_ms" for metric, name in METRICS.items() for each in PERCENTILES
-}
+_PHASES = {"warm-up s": "warm_up_seconds"} | {f"{phase} ms": phase for phase in PHASES}
 
 
-def level_table(sweep: Mapping[str, Any], caption: str, columns: Mapping[str, str]) -> str:
-    """Return figures of the levels as an HTML table that the page can sort; `columns`: the key of each heading."""
+def _latencies(metrics: Mapping[str, str], shares: Sequence[float]) -> dict[str, str]:
+    return {f"{name} p{each:g}": f"p{each:g}_{metric}_ms" for metric, name in metrics.items() for each in shares}
+
+
+def level_table(loads: Sequence[Mapping[str, Any]], caption: str, columns: Mapping[str, str]) -> str:
+    """Return figures of loads as an HTML table that the page can sort; `columns`: the key of each heading."""
     rows = []
-    for level in sweep["levels"]:
-        cells, figures = [], dict.fromkeys(PHASES) | level | level["server_ms"]
+    for load in loads:
+        cells, figures = [], {**dict.fromkeys(PHASES), **load, **load.get("server_ms", {})}
         for value, key in ((figures[key], key) for key in columns.values()):
-            low, high = level["intervals"].get(key, (None, math.inf))
+            low, high = load.get("intervals", {}).get(key, (None, math.inf))
             interval = "" if math.isinf(high) else f"<small>{number(max(0.0, low))}–{number(high)}</small>"
             text = f"{value:.0%}" if key == "client_cpu_share" else _text(value)
             order = -1 if value is None else value
@@ -190,9 +232,9 @@ _FACTS = {
 }
 
 
-def _facts(sweep: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return settings, workload, objectives and provenance of a sweep, as pairs of name and text."""
-    return [(name, _text(sweep[key])) for name, key in _FACTS.items() if key in sweep]
+def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return settings, workload, objectives and provenance of a result, as pairs of name and text."""
+    return [(name, _text(result[key])) for name, key in _FACTS.items() if result.get(key) is not None]
 
 
 def _text(value: Any) -> str:
@@ -201,46 +243,77 @@ def _text(value: Any) -> str:
     return number(value) if value is None or isinstance(value, float | int) else str(value)
 
 
-def _title(sweep: Mapping[str, Any]) -> str:
-    return f"Load {sweep.get('kind', 'sweep')} of {sweep['model_id']}"
+def _title(result: Mapping[str, Any]) -> str:
+    return f"Load {result.get('kind', 'test')} of {result.get('model_id', 'a service')}"
 
 
-def html_page(sweep: Mapping[str, Any]) -> str:
-    """Return the report of a sweep as an HTML page."""
+def _listed(lines: Sequence[str], attributes: str = "") -> str:
+    return f"<ul{attributes}>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>"
+
+
+def html_page(result: Mapping[str, Any]) -> str:
+    """Return the report of a sweep, of a replay, or of other loads, as an HTML page."""
+    facts = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in _facts(result))
+    body = _limits_body(result) if "levels" in result else _loads_body(result.get("loads", [result]))
+    body += ["<h2>Settings and provenance</h2>", f'<table class="facts"><tbody>{facts}</tbody></table>']
+    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    subtitle = f"{result.get('url', '')} {result.get('date', '')}"
+    return template.substitute(title=escape(_title(result)), subtitle=escape(subtitle), body="\n".join(body))
+
+
+def _limits_body(sweep: Mapping[str, Any]) -> list[str]:
+    """Return findings, plots and tables of a sweep over its rates, or of a replay over time."""
     lead, *others = findings(sweep)
-    items = "".join(f"<li>{escape(line)}</li>" for line in others)
-    doubts = "".join(f"<li>{escape(line)}</li>" for line in warnings(sweep))
-    facts = "".join(f"<tr><td>{escape(name)}</td><td>{escape(text)}</td></tr>" for name, text in _facts(sweep))
-    body = [
-        f'<p class="lead">{escape(lead)}</p><ul>{items}</ul>',
-        f'<h2>Warnings</h2><ul class="warnings">{doubts}</ul>' if doubts else "",
+    doubts = warnings(sweep)
+    is_replay = sweep["kind"] == "replay"
+    drawn = [draw_over_time(level) for level in sweep["levels"]] if is_replay else plots(sweep)
+    figures = "".join(f"<figure>{plot}</figure>" for plot in drawn)
+    legend = '<p class="faint">Shaded, with hollow markers: overloaded or unclear. Bars: 95 % intervals.</p>'
+    return [
+        f'<p class="lead">{escape(lead)}</p>',
+        _listed(others),
+        "<h2>Warnings</h2>" + _listed(doubts, ' class="warnings"') if doubts else "",
         "<h2>Plots</h2>",
-        f'<div class="plots">{"".join(f"<figure>{plot}</figure>" for plot in plots(sweep))}</div>',
-        '<p class="faint">Shaded, with hollow markers: overloaded or unclear. Bars: 95 % intervals.</p>',
+        figures if is_replay else f'<div class="plots">{figures}</div>',
+        "" if is_replay else legend,
         "<h2>Figures</h2>",
         '<p class="faint">Small: 95 % intervals. A dash: too few requests. A click on a heading sorts.</p>',
-        level_table(sweep, "Throughput, and mean time of a request by phase", _THROUGHPUT | _PHASES),
-        level_table(sweep, "Latencies in ms", _LATENCIES),
-        "<h2>Settings and provenance</h2>",
-        f'<table class="facts"><tbody>{facts}</tbody></table>',
+        level_table(sweep["levels"], "Throughput, and mean time of a request by phase", _LEVEL | _THROUGHPUT | _PHASES),
+        level_table(sweep["levels"], "Latencies in ms", _RATE | _latencies(METRICS, PERCENTILES)),
     ]
-    template = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    title, subtitle = (_title(sweep), f"{sweep['url']}, {sweep.get('date', '')}")
-    return template.substitute(title=escape(title), subtitle=escape(subtitle), body="\n".join(body))
 
 
-def markdown_page(sweep: Mapping[str, Any]) -> str:
-    """Return the report of a sweep as Markdown, without plots."""
-    lines = [f"# {_title(sweep)}", "", *(f"- {line}" for line in findings(sweep))]
-    lines += ["", *(f"- warning: {line}" for line in warnings(sweep)), "", "## Rates", "", sweep_table(sweep)]
-    facts = "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in _facts(sweep))
+def _loads_body(loads: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return figures and plots over time of one load, or of several."""
+    lines = [line for load in loads for line in notes(load)] or ["No request failed, and no objective was missed."]
+    return [
+        _listed(lines),
+        level_table(loads, "Throughput", _LOAD | _THROUGHPUT),
+        level_table(loads, "Latencies in ms", {"load": "label"} | _latencies(METRICS | {"tpot": "TPOT"}, (50, 95, 99))),
+        *(f"<h2>{escape(load['label'])}</h2><figure>{draw_over_time(load)}</figure>" for load in loads if load["sent"]),
+    ]
+
+
+def markdown_page(result: Mapping[str, Any]) -> str:
+    """Return the report of a sweep, of a replay, or of other loads, as Markdown without plots."""
+    lines = [f"# {_title(result)}", ""]
+    if "levels" in result:
+        lines += [*(f"- {line}" for line in findings(result)), "", *(f"- warning: {line}" for line in warnings(result))]
+        lines += ["", "## Rates", "", sweep_table(result)]
+    else:
+        lines += [markdown(result.get("loads", [result])), ""]
+    facts = "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in _facts(result))
     return "\n".join([*lines, "## Settings and provenance", "", "| | |", "|---|---|", facts, ""])
 
 
 def write_report(path: Path) -> list[Path]:
-    """Write the report of a sweep's JSON file beside that file, as HTML and as Markdown. Return both paths."""
-    sweep, written = json.loads(path.read_text(encoding="utf-8")), []
+    """Write the report of a JSON file beside that file, as HTML and as Markdown. Return both paths."""
+    result, written = json.loads(path.read_text(encoding="utf-8")), []
     for suffix, page in ((".html", html_page), (".md", markdown_page)):
         written.append(path.with_suffix(suffix))
-        written[-1].write_text(page(sweep), encoding="utf-8")
+        written[-1].write_text(page(result), encoding="utf-8")
     return written
+
+
+if __name__ == "__main__":
+    print(*write_report(Path(sys.argv[1])), sep="\n")

@@ -16,11 +16,12 @@ from rich.progress import Progress
 from loadtest.client.arrivals import add_arrival_arguments, arrivals_from_arguments
 from loadtest.client.canaries import Canaries
 from loadtest.client.outcome import Outcome
-from loadtest.client.report import Slo
+from loadtest.client.report import Slo, kind_lines
 from loadtest.client.sse_client import CompletionClient
 from loadtest.client.workload import Workload
 from loadtest.measurement.benchmark_program import MeasurementFailed, add_options
-from loadtest.sweep.figures import findings, level_figures, number, sweep_table, warnings, with_margin
+from loadtest.measurement.figures import number
+from loadtest.sweep.figures import findings, level_figures, sweep_table, warnings, with_margin
 from loadtest.sweep.level import Level, State
 from loadtest.sweep.open_loop import OpenLoop, reach
 from loadtest.sweep.server_side import limiting_factor, phases_ms, scrape
@@ -28,7 +29,7 @@ from loadtest.traces.formats import Trace, read_trace
 from loadtest.traces.replay_requests import Fit, Replay, replay_of
 
 _LEAST_WINDOWS, _MAX_WINDOWS, _PER_WINDOW = 3, 20, 5  # windows of the intervals, requests in each
-_REFRESH_SECONDS = 0.5
+_REFRESHES_PER_SECOND = 2
 _SETTINGS = ("trace", "fit", "speed_up", "rate", "arrivals", "burstiness", "period_seconds", "max_requests",
              "max_seconds", "request_timeout")  # fmt: skip
 
@@ -42,7 +43,6 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
     options = {
         "speed-up": (1.0, "factor by which the trace's time passes faster"),
         "rate": (None, "mean requests per second, instead of the trace's times"),
-        "request-timeout": (120.0, "timeout of a request in seconds"),
         "max-seconds": (None, "send for this many seconds at most"),
     }
     parser.add_argument("--max-requests", type=int, metavar="N", help="send this many requests at most")
@@ -102,8 +102,9 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
         began = time.perf_counter(), time.process_time()
         total = len(planned.offsets) if isinstance(offsets, list) and planned.offsets else arguments.max_requests
         try:
-            with ReplayProgress(total) as progress:
-                load.run(offsets, outcomes, progress.on_sent)
+            console = Console(stderr=True)
+            with Progress(console=console, transient=True, refresh_per_second=_REFRESHES_PER_SECOND) as progress:
+                load.run(offsets, outcomes, partial(progress.advance, progress.add_task("requests sent", total=total)))
         except KeyboardInterrupt:
             is_interrupted = True
         level = replayed_level(outcomes)
@@ -143,35 +144,8 @@ def replay_findings(result: Mapping[str, Any]) -> list[str]:
     share = level["request_goodput"] * level["duration"] / level["sent"]
     within = "of all requests within the objectives" if has_limits else "without objectives: all ok requests"
     lines.append(f"Goodput: {with_margin(level, 'request_goodput')} requests/s, {share:.1%} {within}.")
-    for kind, row in level["kinds"].items() if len(level["kinds"]) > 1 else ():
-        times = (f"{text} p50/p95 {number(row[f'p50_{name}_ms'])}/{number(row[f'p95_{name}_ms'])} ms"
-                 for name, text in (("ttft", "TTFT"), ("e2el", "E2E")))  # fmt: skip
-        counts = f"{row['sent']:,} sent, {row['completed']:,} ok, {row['failed']:,} failed, {row['good']:,} good"
-        lines.append(f"Of kind {kind}: {counts}; {', '.join(times)}.")
+    lines += [f"Of kind {line}." for line in kind_lines(level)]
     lines += [f"Missed objective: {breach}." for breach in level["slo_breaches"]]
     if (factor := limiting_factor(level)) is not None:
         lines.append(f"Where the time goes: {factor}.")
     return lines
-
-
-class ReplayProgress:
-    """Progress bar of a replay on a terminal. `total`: requests to send; None: unknown."""
-
-    def __init__(self, total: int | None) -> None:
-        self._progress = Progress(console=Console(stderr=True), transient=True, auto_refresh=False)
-        self._task = self._progress.add_task("requests sent", total=total)
-        self._shown = time.monotonic()
-
-    def __enter__(self) -> "ReplayProgress":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def on_sent(self) -> None:
-        """Count a request that was sent, and show the number at times."""
-        self._progress.advance(self._task)
-        if time.monotonic() - self._shown > _REFRESH_SECONDS:
-            self._shown = time.monotonic()
-            self._progress.refresh()

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
-from loadtest.client.outcome import Ending, Outcome
+from loadtest.client.outcome import Outcome
+from loadtest.client.report import timed
 from loadtest.client.sse_client import Target
 
 _PREFIXES = ("llm_", "vllm:", "sglang:")
@@ -28,14 +30,19 @@ _IN_WORDS = {
 }
 
 
-def scrape(target: Target) -> dict[str, float]:
-    """Return the samples of the server's `/metrics`, summed over their labels; empty if there is no such page."""
-    sums: dict[str, float] = {}
+def read_samples(target: Target) -> list[Sample]:
+    """Return the samples of the server's `/metrics`; none if there is no such page."""
     try:
         families = list(text_string_to_metric_families(target.fetch("/metrics").decode()))
     except (OSError, ValueError):
-        return {}
-    for sample in (sample for family in families for sample in family.samples):
+        return []
+    return [sample for family in families for sample in family.samples]
+
+
+def scrape(target: Target) -> dict[str, float]:
+    """Return the values of the samples of the server's `/metrics`, summed over their labels."""
+    sums: dict[str, float] = {}
+    for sample in read_samples(target):
         sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return sums
 
@@ -48,7 +55,7 @@ def phases_ms(
     network: the rest of the client's mean E2E latency, which includes HTTP, and the queue of a server without a
     histogram of its queue.
     """
-    done = [outcome.end_seconds - outcome.sent_seconds for outcome in outcomes if outcome.ending is Ending.OK]
+    done = [outcome.end_seconds - outcome.sent_seconds for outcome in timed(outcomes)]
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
 
     def mean(phase: str) -> float | None:

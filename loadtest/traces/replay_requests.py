@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 from loadtest.client.requests import ConversationRequest, LaterTurn, LoadRequest
 from loadtest.client.workload import Turns, Workload, WorkloadKind
@@ -112,14 +113,6 @@ def _conversation(index: int, record: RecordedConversation, workload: Workload) 
         turns.append(LaterTurn(text, output, workload.spec.think_seconds if turns else 0.0))
         used += prompt + output + _TEMPLATE_TOKENS
     first, *later = turns
-    return ConversationRequest(
-        index=index,
-        prompt=[first.text],
-        max_tokens=first.max_tokens,
-        later=later,
-        client=plain.client,
-        cancel_after=plain.cancel_after,
-        temperature=plain.temperature,
-        ignore_eos=plain.ignore_eos,
-        seed=plain.seed,
-    )
+    same = ("index", "client", "cancel_after", "bytes_per_second", "temperature", "ignore_eos", "seed")
+    kept: dict[str, Any] = {name: getattr(plain, name) for name in same}
+    return ConversationRequest(prompt=[first.text], max_tokens=first.max_tokens, later=later, **kept)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadtest.client.http1 import Pace
 from loadtest.client.outcome import ClientKind, Ending, Outcome
 from tests.faults.oracle import CASUALTIES, Answer, Oracle, WrongAnswer
 from tests.faults.questions import TEXT, Question
 from tests.faults.wire import Moment, Reading, Reply, exchange, request_bytes
 from tests.service.bad_requests import BAD_REQUESTS, CONTEXT, VOCABULARY
 
-_SLOW, _DRIPPING = Reading(slow_seconds=0.02), Reading(num_drops=6)
+_SLOW, _DRIPPING = Reading(pace=Pace.of(25_600)), Reading(num_drops=6)
 # Behaviour of a client, and its frequency in percent.
 _MANNERS = {
     "read without delay": 50,

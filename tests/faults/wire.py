@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from enum import StrEnum
 from typing import Any
 
 from loadtest.client import http1
-from loadtest.client.http1 import ResponseReader
+from loadtest.client.http1 import AT_ONCE, Pace, ResponseReader
 
 # A response that takes longer is a hang, since no fault delays a response for so long.
 PATIENCE_SECONDS = 120.0
@@ -32,13 +33,13 @@ class Reading:
     """Behaviour of a client.
 
     num_drops: number of pieces in which the request is sent, up to 50 ms apart.
-    slow_seconds: time between two reads of 512 bytes; 0 to read all available bytes without a pause.
+    pace: speed at which the response is read.
     leaves: stage at which the client disconnects; None if it reads the whole response.
     leaves_after: share of the head, body or response before the disconnect; for `Moment.ASKED`, seconds.
     """
 
     num_drops: int = 1
-    slow_seconds: float = 0.0
+    pace: Pace = AT_ONCE
     leaves: Moment | None = None
     leaves_after: float = 0.5
 
@@ -79,7 +80,11 @@ async def exchange(port: int, sent: bytes, reading: Reading, choose: random.Rand
     """
     reply = Reply()
     async with asyncio.timeout(PATIENCE_SECONDS):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**16)
+        connection = socket.socket()
+        connection.setblocking(False)
+        reading.pace.prepare(connection)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=reading.pace.num_bytes)
         try:
             await _send(writer, sent, reading, choose)
             if reading.leaves not in (Moment.CONNECTED, Moment.HEAD, Moment.BODY):
@@ -119,9 +124,9 @@ async def _read(reader: asyncio.StreamReader, reply: Reply, reading: Reading) ->
     # The length of a response is not known in advance, so `leaves_after` is a share of a usual length of 8,000 bytes.
     enough = reading.leaves_after * 8000 if reading.leaves is Moment.ANSWERED else float("inf")
     while not reply.is_complete and len(reply.content) < enough:
-        piece = await reader.read(512 if reading.slow_seconds else 2**16)
+        piece = await reader.read(reading.pace.num_bytes)
         if not piece:
             return
         reply.feed(piece, time.monotonic())
-        if reading.slow_seconds:
-            await asyncio.sleep(reading.slow_seconds)
+        if reading.pace.pause_seconds:
+            await asyncio.sleep(reading.pace.pause_seconds)

@@ -7,9 +7,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from loadtest.gpu.step_model import BANDWIDTHS, llama_8b, model_table
 from loadtest.measurement.model_shapes import shape_config
 from tests.gpu.compiled_kernels import SHARED_BYTES, Launch, MachineCode, compile_for, launches
+from tests.gpu.step_model import BANDWIDTHS, llama_8b, model_table
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 

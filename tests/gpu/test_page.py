@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loadtest.gpu.step_model import FUSED, INT8, INT8_APART, PROMPT, UNFUSED, Layer, decode_step, llama_8b
 from loadtest.measurement.model_shapes import shape_config
 from model.system.triton_modules import import_with_triton
+from tests.gpu.step_model import FUSED, INT8, INT8_APART, PROMPT, UNFUSED, Layer, decode_step, llama_8b
 
 pytestmark = pytest.mark.triton
 

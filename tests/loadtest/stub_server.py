@@ -7,14 +7,18 @@ input ends, to try the load test without a model.
 
 import asyncio
 import json
+import ssl
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+# Certificate of localhost that signs itself, and its key.
+CERTIFICATE = Path(__file__).parents[1] / "data" / "tls" / "localhost.pem"
 MODEL = "stub"
 PROMPT_TOKENS = 7
 
@@ -64,9 +68,12 @@ async def _open_gate(chunk: int) -> None:
 
 
 class StubServer:
-    """Context manager of a stub server on a free port of 127.0.0.1."""
+    """Context manager of a stub server on a free port of 127.0.0.1; with TLS if `is_secure`."""
 
-    def __init__(self, script: Script | Callable[[int], Script] = Script(), gate: Gate = _open_gate) -> None:
+    def __init__(
+        self, script: Script | Callable[[int], Script] = Script(), gate: Gate = _open_gate, *, is_secure: bool = False
+    ) -> None:
+        self._is_secure = is_secure
         self._script = script if callable(script) else lambda ordinal: script
         self._gate = gate
         self._loop = asyncio.new_event_loop()
@@ -80,7 +87,7 @@ class StubServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"https://localhost:{self.port}" if self._is_secure else f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -102,7 +109,10 @@ class StubServer:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if self._is_secure else None
+        if tls is not None:
+            tls.load_cert_chain(CERTIFICATE)
+        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, ssl=tls)
         self.port = server.sockets[0].getsockname()[1]
         self._ready.set()
         await self._stop.wait()

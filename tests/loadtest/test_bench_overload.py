@@ -1,6 +1,7 @@
 """bench_overload: growth of memory, and errors of Retry-After."""
 
 import pytest
+from prometheus_client.samples import Sample
 
 from loadtest.scenarios.bench_overload import growth_per_minute, retry_after_errors
 
@@ -12,7 +13,6 @@ def test_growth_is_the_least_squares_slope_per_minute() -> None:
 
 def test_the_share_of_accurate_retry_after_values_is_read_from_the_histogram() -> None:
     name = "llm_retry_after_error_seconds"
-    buckets = {"-0.5": 1, "0.5": 7, "+Inf": 8}
-    lines = [f'{name}_bucket{{engine="0",le="{bound}"}} {count}' for bound, count in buckets.items()]
-    found = retry_after_errors("\n".join([f"# TYPE {name} histogram", *lines, ""]))
+    buckets = {"-0.5": 1.0, "0.5": 7.0, "+Inf": 8.0}
+    found = retry_after_errors([Sample(f"{name}_bucket", {"le": le}, count) for le, count in buckets.items()])
     assert found == {"promises_watched": 8, "share_within_0.5_s": 0.75}

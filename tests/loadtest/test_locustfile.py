@@ -21,7 +21,7 @@ import pytest
 from loadtest.client.arrivals import arrivals
 from loadtest.client.sse_client import Target, discover
 from loadtest.client.workload import WorkloadKind, WorkloadSpec
-from tests.loadtest.stub_server import Script, StubServer
+from tests.loadtest.stub_server import CERTIFICATE, Script, StubServer
 
 ROOT = Path(__file__).parents[2]
 T = TypeVar("T")
@@ -51,7 +51,8 @@ def test_rows_and_results_count_every_request_and_a_failure_exits_with_one(tmp_p
     with StubServer(lambda ordinal: scripts[ordinal % len(scripts)]) as server:
         done = locust(
             server.url, "-t", "200s", "--requests", "60", "--output-tokens", "9", "--canary-share", "0",
-            "--whole-share", "0.2", "--cancelling-share", "0.2",
+            "--whole-share", "0.2", "--cancelling-share", "0.2", "--slow-share", "0.2",
+            "--slow-bytes-per-second", "20000",
             "--results", str(tmp_path), "--json-file", str(tmp_path / "locust"),
         )  # fmt: skip
     assert done.returncode == 1, done.stderr  # a 503 is a failure, and none were allowed
@@ -59,19 +60,21 @@ def test_rows_and_results_count_every_request_and_a_failure_exits_with_one(tmp_p
     assert "http_error: 503 scripted: as scripted" in done.stdout
 
     seen = rows((tmp_path / "locust.json").read_text())
-    assert set(seen) == {"TTFT", "ITL", "ITL P99", "TPOT", "E2E", "SHED", "CANCEL"}
+    assert set(seen) == {"TTFT", "ITL", "ITL P99", "TPOT", "E2E", "SHED", "CANCEL", "SLOW"}
     assert seen["ITL"]["num_requests"] <= seen["TTFT"]["num_requests"] < 60, "a stream counts once"
     assert any(float(time) % 1 for time in seen["ITL"]["response_times"]), "not rounded to milliseconds"
+    failed = seen["E2E"]["num_failures"] + seen["SLOW"]["num_failures"]
     assert seen["E2E"]["num_failures"] > 0
-    assert all(row["num_failures"] == 0 for kind, row in seen.items() if kind != "E2E")
+    assert sum(row["num_failures"] for row in seen.values()) == failed
     # The server's pause is the least latency that can be reported, on any machine.
     assert seen["TTFT"]["min_response_time"] >= 60
 
     result = results(tmp_path)
     assert sum(row["rejected"] for row in result["timeline"]) > 0.0
-    assert result["sent"] == 60 == sum(seen[kind]["num_requests"] for kind in ("E2E", "SHED", "CANCEL"))
+    assert result["sent"] == 60 == sum(seen[kind]["num_requests"] for kind in ("E2E", "SHED", "CANCEL", "SLOW"))
+    assert 0 < result["kinds"]["slow reader"]["completed"] <= seen["SLOW"]["num_requests"]
     assert (result["shed"], result["cancelled"]) == (seen["SHED"]["num_requests"], seen["CANCEL"]["num_requests"])
-    assert result["failures"] == {"http_error: 503 scripted: as scripted": seen["E2E"]["num_failures"]}
+    assert result["failures"] == {"http_error: 503 scripted: as scripted": failed}
     assert result["command"].startswith("locust -f loadtest/locustfile.py")
     streams = zip(result["ttfts"], result["latencies"], result["endings"], strict=True)
     gaps = [latency - first for first, latency, ending in streams if first is not None and ending == "ok"]
@@ -108,8 +111,9 @@ def test_an_open_loop_counts_latency_from_the_arrival_of_a_request(tmp_path: Pat
 
 def test_the_api_key_is_sent_and_never_printed_or_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_API_KEY", "sk-Secret")
-    with StubServer() as server:
-        done = locust(server.url, "-t", "200s", "--requests", "4", "--results", str(tmp_path))
+    with StubServer(is_secure=True) as server:
+        arguments = ("-t", "200s", "--requests", "4", "--results", str(tmp_path), "--ca-file", str(CERTIFICATE))
+        done = locust(server.url, *arguments)
     assert done.returncode == 0, done.stderr
     assert server.keys == ["Bearer sk-Secret"] * (2 + len(server.requests)), "models and tokens are asked for too"
     assert "sk-Secret" not in done.stdout + done.stderr + json.dumps(results(tmp_path))

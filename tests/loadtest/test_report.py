@@ -92,6 +92,18 @@ def test_a_response_that_is_not_streamed_has_no_ttft() -> None:
     assert "– / – / –" in report.markdown([result])
 
 
+def test_slow_readers_are_reported_apart() -> None:
+    slow = outcome(1, client=ClientKind.SLOW, chunk_seconds=[1.1, 5.0], end_seconds=9.0)
+    result = summary([outcome(0), slow], 9.0)
+    assert (result["completed"], result["total_output_tokens"]) == (2, 8)
+    assert (result["p99_itl_ms"], result["p99_e2el_ms"]) == (pytest.approx(20.0), pytest.approx(170.0))
+    assert max(row["p99_itl_ms"] or 0.0 for row in result["timeline"]) == pytest.approx(20.0)
+    assert result["request_goodput"] == pytest.approx(2 / 9), "no objective limits the client's own latency"
+    assert result["kinds"]["slow reader"]["p50_e2el_ms"] == pytest.approx(8000.0)
+    line = "slow reader: 1 sent, 1 ok, 0 failed, 1 good; TTFT p50/p95 100 / 100 ms, E2E p50/p95 8,000 / 8,000 ms"
+    assert f"- 2 streams: {line}" in report.markdown([result])
+
+
 def test_the_table_of_stored_results_is_printed(tmp_path: Path) -> None:
     result = summary([outcome(0), failed(1, Ending.CONNECTION, "reset")])
     stored = tmp_path / "results.json"

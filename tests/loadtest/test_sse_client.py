@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from loadtest.client.outcome import ClientKind, Ending, Outcome
 from loadtest.client.requests import LoadRequest
 from loadtest.client.sse_client import CompletionClient, CompletionReader, SseParser, Target
-from tests.loadtest.stub_server import MODEL, PROMPT_TOKENS, Script, StubServer
+from loadtest.measurement.benchmark_program import MeasurementFailed
+from tests.loadtest.stub_server import CERTIFICATE, MODEL, PROMPT_TOKENS, Script, StubServer
 
 
 def drive(server: StubServer, request: LoadRequest, *, timeout_seconds: float = 60.0) -> Outcome:
@@ -103,6 +104,18 @@ def test_a_cancelling_client_disconnects_after_its_chunks() -> None:
     assert outcome.completion_tokens == len(outcome.chunk_seconds) == 3
 
 
+def test_a_slow_client_reads_at_its_rate_on_a_connection_of_its_own() -> None:
+    with StubServer() as server:
+        client = CompletionClient(Target.parse(server.url))
+        slow = streaming(20, client=ClientKind.SLOW, bytes_per_second=50_000.0)
+        first, outcome, _ = (client.complete(each, model=MODEL) for each in (streaming(20), slow, streaming(20)))
+        client.close()
+    assert (outcome.ending, outcome.text) == (Ending.OK, first.text)
+    # Each chunk of the stub server has more than 150 bytes, and a read has at most 256.
+    assert outcome.e2e_seconds >= 20 * 150 / 50_000.0 - 256 / 50_000.0
+    assert [received.connection for received in server.requests] == [1, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("script", "ending", "detail"),
     [
@@ -183,7 +196,26 @@ def test_latency_counts_from_the_intended_send() -> None:
     assert outcome.sent_seconds - outcome.intended_seconds > 100.0
 
 
-@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "127.0.0.1:8000", "http://", "http://a/b"])
+def test_https_checks_the_certificate_and_reuses_connections() -> None:
+    with StubServer(is_secure=True) as server:
+        client = CompletionClient(Target.parse(server.url, str(CERTIFICATE)))
+        assert client.target.fetch_json("/v1/models")["data"][0]["id"] == MODEL
+        outcomes = [client.complete(streaming(2), model=MODEL) for _ in range(2)]
+        client.close()
+        assert [each.ending for each in outcomes] == [Ending.OK] * 2
+        assert len({received.connection for received in server.requests}) == 1
+        assert drive(server, streaming(2)).ending is Ending.CONNECTION
+        for url, ca_file, reason in (
+            (server.url, None, "self-signed certificate; for a private CA, give --ca-file FILE"),
+            (server.url.replace("localhost", "127.0.0.1"), str(CERTIFICATE), "IP address mismatch, .*127.0.0.1'$"),
+        ):
+            with pytest.raises(MeasurementFailed, match=f"the certificate of {url} is not valid: {reason}"):
+                Target.parse(url, ca_file).fetch_json("/v1/models")
+    with pytest.raises(ValueError, match="--ca-file nothing: No such file"):
+        Target.parse("https://localhost:1", "nothing")
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1", "127.0.0.1:8000", "http://", "http://a/b"])
 def test_an_invalid_address_is_rejected(url: str) -> None:
     with pytest.raises(ValueError, match="must look like"):
         Target.parse(url)

@@ -10,7 +10,7 @@ import pytest
 from loadtest.sweep import command, level
 from loadtest.sweep.command import main
 from loadtest.sweep.level import Level
-from tests.loadtest.stub_server import Script, StubServer
+from tests.loadtest.stub_server import CERTIFICATE, Script, StubServer
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 
@@ -105,13 +105,15 @@ def test_an_interrupted_sweep_keeps_its_levels(tmp_path: Path, monkeypatch: pyte
 def test_a_server_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert sweep("http://127.0.0.1:9", out=tmp_path / "sweep.json") == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("kvasir loadtest sweep: http://127.0.0.1:9 does not answer")
+    assert error.startswith("kvasir loadtest sweep: http://127.0.0.1:9 does not answer: [Errno 111]")
     assert not (tmp_path / "sweep.json").exists()
 
 
 def test_a_failing_request_is_reported_before_the_sweep(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with StubServer(Script(status=500)) as server:
+    with StubServer(Script(status=500), is_secure=True) as server:
         assert sweep(server.url, out=tmp_path / "sweep.json") == 1
+        assert f"sweep: the certificate of {server.url} is not valid: self-signed" in capsys.readouterr().err
+        assert sweep(server.url, "--ca-file", str(CERTIFICATE), out=tmp_path / "sweep.json") == 1
     assert "the only request in flight failed: http_error" in capsys.readouterr().err
 
 

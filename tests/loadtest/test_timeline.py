@@ -8,7 +8,7 @@ import pytest
 from loadtest.client.outcome import Ending, LoadRun
 from loadtest.client.report import Slo, summarize, without_details
 from loadtest.client.timeline import Timeline, timeline
-from loadtest.sweep.load_page import load_page
+from loadtest.sweep.page import html_page
 from tests.loadtest.outcomes import failed, outcome
 
 
@@ -44,7 +44,7 @@ def test_the_page_of_several_loads_draws_each_over_time() -> None:
         outcomes = [outcome(0), outcome(1), failed(2, Ending.SHED, "full")]
         run = LoadRun(outcomes=outcomes, began_seconds=0.0, ended_seconds=3.0, client_cpu_share=0.9)
         loads.append(without_details(summarize(run, label=label, slo=Slo(max_shed_share=0.1))))
-    page = load_page({"loads": loads, "model_id": "m<1", "command": "x"})
+    page = html_page({"loads": loads, "model_id": "m<1", "command": "x"})
     text: Any = re.sub(r"<[^>]*>", " ", page)
     assert page.count("<svg") == 2
     assert "Load test of m&lt;1" in page

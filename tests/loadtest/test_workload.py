@@ -119,7 +119,12 @@ def test_mixed_has_short_and_long_prompts_and_completions() -> None:
 
 @pytest.mark.parametrize(("whole", "cancelling"), [(0.0, 0.0), (0.25, 0.5), (1.0, 0.0), (0.0, 1.0)])
 def test_clients_have_the_requested_shares(whole: float, cancelling: float) -> None:
-    clients = [r.client for r in requests(WorkloadSpec(whole_share=whole, cancelling_share=cancelling), 1000)]
+    slow = (1.0 - whole - cancelling) / 2
+    spec = WorkloadSpec(whole_share=whole, cancelling_share=cancelling, slow_share=slow, slow_bytes_per_second=9.0)
+    sent = requests(spec, 1000)
+    clients = [request.client for request in sent]
+    assert clients.count(ClientKind.SLOW) / 1000 == pytest.approx(slow, abs=0.08)
+    assert all((request.bytes_per_second == 9.0) == (request.client is ClientKind.SLOW) for request in sent)
     # 1,000 samples of a fixed seed; 5 standard errors of a share are at most 0.08.
     assert clients.count(ClientKind.WHOLE) / 1000 == pytest.approx(whole, abs=0.08)
     assert clients.count(ClientKind.CANCELLING) / 1000 == pytest.approx(cancelling, abs=0.08)

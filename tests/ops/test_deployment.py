@@ -340,7 +340,7 @@ def test_an_argument_of_the_load_test_replaces_one_default() -> None:
 def test_the_load_test_runs_without_serving_packages() -> None:
     """The image of the load test does not contain the packages that only serving needs."""
     code = "import sys; sys.modules.update(dict.fromkeys(('litserve', 'pydantic', 'service', 'model'))); "
-    code += "import loadtest.locustfile, loadtest.sweep.command, loadtest.sweep.load_page; "
+    code += "import loadtest.locustfile, loadtest.sweep.command, loadtest.sweep.page; "
     code += "sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=300)
     assert done.returncode == 0, done.stderr.decode()

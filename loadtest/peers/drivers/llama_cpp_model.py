@@ -7,6 +7,7 @@ Source: convert_hf_to_gguf.py and llama_model_rope_type() of llama.cpp.
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,23 +22,7 @@ from model.io.safetensors_header import TensorHeader, read_headers
 _TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")  # that the gguf package can write
 _ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}  # of Hugging Face, and of GGUF
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
-_NAMES = {
-    "embed_tokens": "token_embd",
-    "norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
+_EXPERT = re.compile(r"(?<=\.experts)\.(\d+)")  # number of an expert in a name of Hugging Face
 # GGUF names of sizes, and their names in config.json. Without the lengths of keys and values, llama.cpp assumes a head
 # size of hidden size / heads.
 _SIZES = {
@@ -86,19 +71,22 @@ def main() -> None:
     # llama.cpp's "llama" rotates neighbouring pairs of a head's numbers, its "qwen3" and transformers the two halves.
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     reordered = heads if model_type == "llama" else {}
-    tensors: dict[tuple[str, str], dict[int, TensorHeader]] = {}  # by expert; a tensor without experts has one entry
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[_ARCHITECTURES[model_type].upper()], config["num_hidden_layers"])
+    tensors: dict[str, dict[int, TensorHeader]] = {}  # by expert; a tensor without experts has one entry
     for path in sorted(source.glob("*.safetensors")):
         for name, header in read_headers(path).items():
-            prefix, part, expert = _gguf_name(name)
-            tensors.setdefault((prefix, part), {})[expert] = header
-    for (prefix, part), headers in tensors.items():
+            expert, their_name = _EXPERT.search(name), names.get_name(_EXPERT.sub("", name), (".weight",))
+            assert their_name is not None, name
+            tensors.setdefault(their_name, {})[int(expert[1]) if expert else 0] = header
+    for name, headers in tensors.items():
+        part = name.split(".")[-2]
         arrays = [_read(header) for _, header in sorted(headers.items())]
         array = np.stack(arrays) if part.endswith("_exps") else arrays[0]
         pairs = _as_pairs(array, reordered[part]) if part in reordered else array
         is_quantized = array.ndim > 1 and part != "ffn_gate_inp"
         fits = is_quantized and array.shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
         kind = wanted if fits else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(f"{prefix}{part}.weight", gguf.quants.quantize(pairs, kind), raw_dtype=kind)
+        writer.add_tensor(name, gguf.quants.quantize(pairs, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -128,18 +116,6 @@ def _write_tokenizer(writer: gguf.GGUFWriter, tokenizer: dict[str, Any], setting
     if (bos := settings.get("bos_token")) is not None:
         writer.add_bos_token_id(special[bos])
     writer.add_add_bos_token(bool(settings.get("add_bos_token")))
-
-
-def _gguf_name(name: str) -> tuple[str, str, int]:
-    """Split a Hugging Face tensor name: return llama.cpp's layer prefix and name in the layer, and the expert or 0."""
-    part = name.removeprefix("model.").removesuffix(".weight")
-    if part in _NAMES:
-        return "", _NAMES[part], 0
-    _, layer, inner = part.split(".", 2)
-    if inner.startswith("mlp.experts."):
-        expert, matrix = inner.removeprefix("mlp.experts.").split(".")
-        return f"blk.{layer}.", f"{_NAMES[f'mlp.{matrix}']}_exps", int(expert)
-    return f"blk.{layer}.", _NAMES[inner], 0
 
 
 def _as_pairs(weight_FE: np.ndarray, num_heads: int) -> np.ndarray:

@@ -1,19 +1,19 @@
 """Every attention mechanism of docs/attention.md trains reproducibly, and the engine serves its checkpoint."""
 
 import dataclasses
+import tomllib
 from pathlib import Path
 
 import pytest
 import torch
 
-from loadtest.inprocess.bench_attention import ROWS
 from model.attention.backends import ATTENTION_BACKENDS
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.nn.reference_generate import generate
 from model.tokenizer.byte_level import load_native
-from model.training.config import TrainConfig
+from model.training.config import TrainConfig, load_train_config
 from model.training.state import read_log
 from model.training.train import RunSettings, train
 from service.engine.engine import Engine
@@ -22,6 +22,9 @@ from service.ipc.messages import TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.training.test_train import config as fables
 
+RECIPES = {
+    path.stem: path for path in sorted((Path(__file__).parents[3] / "model/training/configs/attention").glob("*.toml"))
+}
 # The recipes at a small size, with their model options.
 SMALL = {"vocab_size": 320, "max_context_length": 64, "num_layers": 2, "hidden_size": 32, "mlp_size": 48}
 FEWER = {"sliding_window": 8, "rotary_dim": 4, "max_relative_distance": 20, "num_relative_buckets": 8}
@@ -49,10 +52,10 @@ def run(config: TrainConfig, directory: Path, **changes: object) -> list[float]:
     return [line["loss"] for line in read_log(directory / "log.jsonl")]
 
 
-@pytest.fixture(scope="module", params=[row.name for row in ROWS])
+@pytest.fixture(scope="module", params=list(RECIPES))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, Path]:
     """Return the small recipe of a mechanism, and the directory of its run."""
-    config = small(next(row for row in ROWS if row.name == request.param).recipe())
+    config = small(load_train_config(RECIPES[request.param]))
     directory = tmp_path_factory.mktemp(request.param)
     run(config, directory)
     return config, directory
@@ -104,15 +107,16 @@ def test_the_engine_generates_as_the_reference_implementation_from_the_checkpoin
 
 
 def test_each_recipe_differs_from_its_baseline_in_one_mechanism() -> None:
-    """Each recipe differs from its baseline in model options alone, and in one mechanism."""
-    recipes = {row.name: row.recipe() for row in ROWS}
+    """Each recipe differs from the one that it extends in model options alone, and in one mechanism."""
+    recipes = {name: load_train_config(path) for name, path in RECIPES.items()}
     together = ({"num_heads", "num_kv_heads", "head_dim"}, {"sliding_window", "global_layers"})
     of_a_position = {"position", "num_relative_buckets", "max_relative_distance"}
-    for row in ROWS:
-        own, other = recipes[row.name], recipes[row.compared_with]
+    for name, own in recipes.items():
+        other = recipes[Path(tomllib.loads(RECIPES[name].read_text()).get("extends", name)).stem]
         assert dataclasses.replace(own, name=other.name, model=other.model) == other
-        keys = set(row.changes())
-        assert len(keys) <= 1 or any(keys <= group for group in (*together, of_a_position)), row.name
-        assert bool(keys) == (row.compared_with != row.name)
-    assert len({str(recipe.model) for recipe in recipes.values()}) == len(ROWS)
+        before = other.model.to_dict()
+        keys = {key for key, value in own.model.to_dict().items() if value != before[key]}
+        assert len(keys) <= 1 or any(keys <= group for group in (*together, of_a_position)), name
+        assert bool(keys) == (own is not other)
+    assert len({str(recipe.model) for recipe in recipes.values()}) == len(RECIPES)
     assert all(isinstance(recipe.model, ModelConfig) for recipe in recipes.values())
