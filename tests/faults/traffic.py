@@ -14,7 +14,7 @@ from tests.faults.questions import TEXT, Question
 from tests.faults.wire import Moment, Reading, Reply, exchange, request_bytes
 from tests.service.bad_requests import BAD_REQUESTS, CONTEXT, VOCABULARY
 
-_SLOW, _DRIPPING = Reading(pace=Pace.of(25_600)), Reading(num_drops=6)
+_SLOW, _DRIPPING = Reading(pace=Pace(512, 0.02)), Reading(num_drops=6)
 # Behaviour of a client, and its frequency in percent.
 _MANNERS = {
     "read without delay": 50,
