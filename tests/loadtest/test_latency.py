@@ -85,7 +85,8 @@ def test_arrivals_among_streams_are_measured() -> None:
     with StubServer(Script(gap_seconds=0.01)) as server:
         seen = measure(Target.parse(server.url), 50, streams=2, prompt_tokens=5, num_arrivals=2, seed=0)
     assert len(seen) == 2
-    assert all(arrival.before and min(arrival.before) > 0 for arrival in seen)
+    # One read may return two chunks, between which there is no gap.
+    assert all(arrival.before and min(arrival.before) >= 0 < max(arrival.before) for arrival in seen)
     prompts = [received.body["prompt"] for received in server.requests]
     assert [len(prompt) for prompt in prompts] == [16, 16, 5, 5]
     assert max(map(max, prompts)) < 49  # the last id may end a text
