@@ -227,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("name a command: sweep, replay, compare")
     if arguments.command == "compare":
         return run_compare(arguments)
+    arguments.given.remove(arguments.command)  # which is in the command's `prog`
     command, measured = (sweeping, sweep) if arguments.command == "sweep" else (replaying, replay)
     if arguments.out is not None and arguments.out.suffix != ".json":
         arguments.out = new_run(arguments.out, arguments.command)
