@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGE, CONTAINER = "kvasir:cpu", "kvasir-test"
-with socket.create_server(("127.0.0.1", 0)) as listener:
-    PORT = listener.getsockname()[1]  # a free one
+with ExitStack() as stack:
+    LISTENERS = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]  # on free ports
+    PORT, PROMETHEUS, ALERTMANAGER, GRAFANA = (listener.getsockname()[1] for listener in LISTENERS)
 Process = subprocess.Popen[bytes]
 PROMPT = {"prompt": "Once upon a time", "max_tokens": 800, "seed": 7, "stream": True, "ignore_eos": True}
 # Waits for a line, so that the signal arrives in the middle of a stream however long `exec` takes to start.
@@ -34,6 +35,17 @@ KILL_WORKER = (
     "import os, pathlib; print(flush=True); input(); "
     "[os.kill(int(path.parent.name), 9) for path in pathlib.Path('/proc').glob('[0-9]*/comm') "
     "if path.read_text() == 'kvasir-worker\\n']"
+)
+
+
+# Requests to the monitoring services of compose, and regular expressions for the responses.
+MONITORED = (
+    (PROMETHEUS, "/api/v1/targets?state=active", '"health":"up"'),
+    (PROMETHEUS, "/api/v1/rules", '^(?!.*"health":"(err|unknown)").*"name":"KvasirDown"'),
+    (PROMETHEUS, "/api/v1/alertmanagers", '"activeAlertmanagers":.*"http://alertmanager:9093'),
+    (ALERTMANAGER, "/api/v2/status", '"original":".*severity'),
+    (GRAFANA, "/api/search?type=dash-db", '^(?=.*"uid":"kvasir").*"uid":"kvasir-fleet"'),
+    (GRAFANA, "/api/datasources/proxy/uid/prometheus/api/v1/query?query=up", '"job":"kvasir"'),
 )
 
 
@@ -85,11 +97,17 @@ def find_engine() -> str:
 
 def find_base_image(engine: str) -> str:
     base = os.environ.get("BASE_IMAGE") or re.findall(r"\nARG BASE_IMAGE=(\S+)", (ROOT / "Dockerfile").read_text())[0]
-    if not attempt(engine, "image", "inspect", base)[0]:
-        pulled, reason = attempt(engine, "pull", base)
-        if not pulled:
-            raise SkippedError(f"{engine} cannot pull the base image {base}: {reason}")
+    if reason := pull(engine, base):
+        raise SkippedError(reason)
     return base
+
+
+def pull(engine: str, image: str) -> str:
+    """Pull an image that is not on this machine. Return the reason if that fails."""
+    if attempt(engine, "image", "inspect", image)[0]:
+        return ""
+    pulled, reason = attempt(engine, "pull", image)
+    return "" if pulled else f"{engine} cannot pull {image}: {reason}"
 
 
 def build(engine: str, base: str) -> None:
@@ -118,8 +136,8 @@ def started(command: Sequence[str], extra: Mapping[str, str]) -> Iterator[Proces
             raise
 
 
-def request(path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
+def request(path: str, body: dict[str, Any] | None = None, port: int = PORT) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     headers = {"Content-Type": "application/json"}
     connection.request("POST" if body else "GET", path, json.dumps(body) if body else None, headers)
     return connection.getresponse()
@@ -129,6 +147,13 @@ def is_ready(process: Process) -> bool:
     assert process.poll() is None, f"{process.args!r} ended before the service was ready"
     try:
         return request("/ready").status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def is_answered(port: int, path: str, pattern: str) -> bool:
+    try:
+        return re.search(pattern, request(path, port=port).read().decode(), re.DOTALL) is not None
     except (OSError, http.client.HTTPException):
         return False
 
@@ -209,12 +234,20 @@ def check_service(engine: str) -> None:
 def check_compose(engine: str, base: str) -> None:
     """Run README's commands of compose as they are written."""
     missing = {} if shutil.which("nvidia-smi") else {"--profile gpu": "no GPU"}
-    if not attempt(engine, "compose", "version")[0]:
+    if attempt(engine, "compose", "version")[0]:
+        images = output(engine, "compose", "--profile", "monitoring", "config", "--images").split()
+        if reasons := [reason for image in images if (reason := pull(engine, image))]:
+            missing["--profile monitoring"] = reasons[0]
+    else:
         missing["compose"] = "no compose"
-    pulled, reason = attempt(engine, "compose", "--profile", "monitoring", "pull", "--quiet")
-    if not pulled:
-        missing["--profile monitoring"] = reason
-    environment = {"COMPOSE_PROJECT_NAME": CONTAINER, "PUBLISH_PORT": str(PORT), "BASE_IMAGE": base}
+    ports = {
+        "PUBLISH_PORT": PORT,
+        "PROMETHEUS_PORT": PROMETHEUS,
+        "ALERTMANAGER_PORT": ALERTMANAGER,
+        "GRAFANA_PORT": GRAFANA,
+    }
+    environment = {name: str(port) for name, port in ports.items()}
+    environment |= {"COMPOSE_PROJECT_NAME": CONTAINER, "BASE_IMAGE": base}
     for text in re.findall(r"^\$ docker (compose .*?) *(?:#.*)?$", (ROOT / "README.md").read_text(), re.MULTILINE):
         if reasons := [why for option, why in missing.items() if option in text]:
             report("compose", f"skipped ({reasons[0]}): {text}")
@@ -222,6 +255,8 @@ def check_compose(engine: str, base: str) -> None:
         with started([engine, *text.split()], environment) as process:
             try:
                 seconds = seconds_until(partial(is_ready, process), 1200, "ready")
+                for question in MONITORED if "monitoring" in text else ():
+                    seconds_until(partial(is_answered, *question), 120, f"answered: {question[1]}")
                 if " up " in text:
                     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
                 assert process.wait(300) in (0, 130), f"exit code {process.returncode} of {text}"
