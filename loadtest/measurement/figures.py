@@ -25,10 +25,10 @@ def percentiles(values: Sequence[float], shares: Sequence[float]) -> dict[str, f
 
 
 def number(value: float | None) -> str:
-    """Return a figure with three digits, without an exponent; a dash for None."""
+    """Return a figure with three digits, at most four of them decimals; a dash for None."""
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{round(value, 4):.3g}"
 
 
 class Column(NamedTuple):

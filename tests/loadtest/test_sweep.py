@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from loadtest.client.report import Slo
 from loadtest.sweep.compare import Verdict, compare
-from loadtest.sweep.figures import findings, sweep_figures
+from loadtest.sweep.figures import findings, sweep_figures, with_margin
 from loadtest.sweep.level import Level, Load, State, WindowPlan, measure, warm_up_length
 from loadtest.sweep.search import bracket, capacity, levels_left, next_rate, settled
 from tests.loadtest.queue_server import BatchServer, QueueServer
@@ -164,3 +164,8 @@ def test_a_rate_is_not_overloaded_if_a_higher_one_served_clearly_more() -> None:
     )  # fmt: skip
     assert settled([disturbed, good, full]) == {4.0: State.UNCLEAR, 8.0: State.STABLE, 16.0: State.OVERLOADED}
     assert settled([level(10.1, 10.0, State.STABLE), full])[10.1] is State.UNCLEAR, "above the capacity of 10"
+
+
+def test_a_margin_has_no_digits_of_a_rounding_error() -> None:
+    row = {"served": 10.7, "intervals": {"served": (10.7, 10.7 + 1e-14)}}
+    assert with_margin(row, "served") == "10.7 ± 0"

@@ -54,6 +54,7 @@ def test_the_result_has_levels_settings_and_provenance(result: Path) -> None:
     figures = json.loads(result.read_text())
     assert {"command", "date", "commit", "machine", "workload", "settings", "slo"} <= set(figures)
     assert figures["kind"] == "sweep"
+    assert figures["command"].startswith("kvasir loadtest sweep --url http")
     assert not figures["interrupted"]
     assert any(level["state"] == "overloaded" and level["shed"] for level in figures["levels"])
     rates = [level["rate"] for level in figures["levels"]]
