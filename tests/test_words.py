@@ -22,11 +22,7 @@ PHRASES = re.compile(r"\b(of late|of our own|told|(?<!there )is none|so many|in 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 # Texts about people: prompts, stories, questions, and the words of a trained model.
-DATA = {
-    "model/training/data/make_conversations.py",
-    "model/chat/chatml.py",
-    "model/evaluation/prompts.py",
-}
+DATA = {"model/training/data/make_conversations.py", "model/chat/chatml.py", "model/evaluation/prompts.py"}
 
 
 def prose(page: str) -> str:

@@ -65,12 +65,7 @@ def test_the_openai_client_completes_and_streams(client: openai.OpenAI, oracle: 
     assert whole.usage is not None
     assert whole.usage.completion_tokens == len(oracle.ids(PROMPT, max_tokens=20, temperature=0))
     stream = client.completions.create(
-        model="tiny",
-        prompt=PROMPT,
-        max_tokens=20,
-        temperature=0,
-        stream=True,
-        stream_options={"include_usage": True},
+        model="tiny", prompt=PROMPT, max_tokens=20, temperature=0, stream=True, stream_options={"include_usage": True}
     )
     chunks = list(stream)
     assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected

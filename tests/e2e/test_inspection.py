@@ -26,10 +26,7 @@ PROMPT = "once in the theatre 😀"
 def test_weights_equal_those_of_the_model(service: Service, tiny_checkpoint: Path) -> None:
     body = service.post(ROUTE, prompt=PROMPT, layer=1).json()
     loaded = load_model(read_manifest(tiny_checkpoint), device="cpu", dtype=torch.float32, attention=BACKENDS["native"])
-    told, wanted = (
-        torch.tensor(body["weights"]),
-        weights_of_layer(to_native(loaded), body["token_ids"], layer=1),
-    )
+    told, wanted = (torch.tensor(body["weights"]), weights_of_layer(to_native(loaded), body["token_ids"], layer=1))
     torch.testing.assert_close(told, wanted, atol=1e-6, rtol=0)  # the route writes six decimals
     assert told.triu(1).count_nonzero() == 0
     torch.testing.assert_close(told.sum(-1), torch.ones(told.shape[:2]), atol=1e-4, rtol=0)

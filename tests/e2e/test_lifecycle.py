@@ -247,10 +247,7 @@ def test_a_port_in_use_is_a_one_line_error(tiny_checkpoint: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         code, error = refused_start(tiny_checkpoint, port=port)
-    assert (code, error) == (
-        1,
-        f"kvasir serve: port {port} on 127.0.0.1 is in use; choose another with --port\n",
-    )
+    assert (code, error) == (1, f"kvasir serve: port {port} on 127.0.0.1 is in use; choose another with --port\n")
 
 
 def test_a_signal_during_the_start_ends_the_service_with_exit_code_0(tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -261,11 +258,7 @@ def test_a_signal_during_the_start_ends_the_service_with_exit_code_0(tiny_checkp
         )
     family = [psutil.Process(process.pid)]
     try:
-        wait_until(
-            lambda: family[0].name() == "kvasir-main",
-            seconds=START_SECONDS,
-            what="the worker to be launched",
-        )
+        wait_until(lambda: family[0].name() == "kvasir-main", seconds=START_SECONDS, what="the worker to be launched")
         family += family[0].children(recursive=True)
         process.send_signal(signal.SIGTERM)
         assert process.wait(START_SECONDS) == 0

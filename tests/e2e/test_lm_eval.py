@@ -123,10 +123,7 @@ def runs(service: Service, tasks: Path, tmp_path_factory: pytest.TempPathFactory
     directory = tmp_path_factory.mktemp("runs")
     plain, many, texts, tokenizer = (directory / name for name in ("plain", "many", "texts", "tokenizer"))
     assert main(["export-tokenizer", "--checkpoint", str(CHECKPOINT), "--out", str(tokenizer)]) == 0
-    others = {
-        "kvasir_minimal_pairs": list(range(len(PAIRS))),
-        "continuations": list(range(len(BEGINNINGS))),
-    }
+    others = {"kvasir_minimal_pairs": list(range(len(PAIRS))), "continuations": list(range(len(BEGINNINGS)))}
     crowd = ("--batch_size", "4")
     short = ("--samples", json.dumps({"kvasir_fables_co": SHORT, **others}))
     lists = [

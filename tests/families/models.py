@@ -337,8 +337,7 @@ CASES: dict[str, Case] = {
     "phi3": Case("phi3"),
     "phi3 windows": Case("phi3", {"sliding_window": WINDOW, "num_key_value_heads": 4}),
     "phi3 partial tied": Case(
-        "phi3",
-        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True},
+        "phi3", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True}
     ),
     "phi3 longrope beyond": Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "phi3 longrope within": Case(

@@ -183,10 +183,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "multiplier of scores": ("granite", {"score_scale": None}),
     "normalized weights of experts": ("qwen3_moe", {"experts": {**_QWEN3_MOE, "normalizes": False}}),
     "number of experts of a token": ("qwen3_moe", {"experts": {**_QWEN3_MOE, "num_per_token": 2}}),
-    "probabilities as weights": (
-        "olmoe probabilities",
-        {"experts": {**_QWEN3_MOE, "mlp_size": 48}},
-    ),
+    "probabilities as weights": ("olmoe probabilities", {"experts": {**_QWEN3_MOE, "mlp_size": 48}}),
     "window of mixtral": ("mixtral", {"sliding_window": None}),
     "partial rotary of stablelm": ("stablelm", {"rotary_dim": None}),
     "window of starcoder2": ("starcoder2", {"sliding_window": None}),

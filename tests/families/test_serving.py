@@ -76,10 +76,7 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "ernie4_5": (Case("ernie4_5", {"tie_word_embeddings": False}), write_sentence_piece),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "hunyuan": (Case("hunyuan_v1_dense"), write_byte_level),
-    "ministral3": (
-        Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
-        write_byte_level,
-    ),
+    "ministral3": (Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}), write_byte_level),
     "cohere": (Case("cohere", {"tie_word_embeddings": False}), write_byte_level),
     "cohere2": (Case("cohere2", {"tie_word_embeddings": False, "layer_types": TYPES}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
