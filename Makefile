@@ -14,7 +14,7 @@ LOCKED := $(PIP_INSTALL) --require-hashes --no-deps
 CLIENTS := .venv-clients
 CLIENTS_INSTALLED := $(patsubst tests/clients/requirements/%.txt,$(CLIENTS)/%/.installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve test families test-fast test-clients check format bench performance peers attention loadtest fuzz test-faults test-image lock audit sbom check-monitoring clean
+.PHONY: help install serve test families test-fast test-clients check format types rules bench performance peers attention loadtest fuzz test-faults test-image lock audit sbom check-monitoring clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -34,9 +34,10 @@ $(SERVING): pyproject.toml $(addprefix requirements/,serve.txt plots.txt torch.t
 	@$(BIN)/python -m model.kernels.build --local || echo "The native kernels were not built, so PyTorch's slower kernels are used. For native kernels install a C++ compiler, then run: $(BIN)/python -m model.kernels.build --local"
 	@touch $@
 
+# Without bytecode: most modules of these packages are never imported, and the others are compiled then.
 $(INSTALLED): $(SERVING) requirements/dev.txt
 	@echo "Installing the dependencies of tests and benchmarks into .venv. This takes some more minutes, once."
-	$(BIN)/python $(LOCKED) --no-build-isolation --requirement requirements/dev.txt
+	$(BIN)/python $(LOCKED) --no-compile --no-build-isolation --requirement requirements/dev.txt
 	@touch $@
 
 # The environment of `make lock`, `make audit` and `make sbom`.
@@ -80,7 +81,12 @@ $(CLIENTS)/node/.installed: tests/clients/node/package.json
 check: install ## check format, lint, types, architecture and words: about a minute on 2 cores
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	@$(MAKE) --no-print-directory --jobs 2 types rules
+
+types:
 	$(BIN)/mypy
+
+rules:
 	$(BIN)/python -m pytest -q tests/test_architecture.py tests/test_words.py
 
 test-fast: install ## run all tests but those marked `slow`, which start servers or train models: about 4 minutes on 2 cores

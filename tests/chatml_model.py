@@ -34,10 +34,7 @@ def chatml_tokenizer(*marks: str) -> ByteLevelTokenizer:
 
 
 def save_chatml_checkpoint(
-    directory: Path,
-    *marks: str,
-    generation: Mapping[str, Any] | None = GENERATION,
-    max_context_length: int = 256,
+    directory: Path, *marks: str, generation: Mapping[str, Any] | None = GENERATION, max_context_length: int = 256
 ) -> Path:
     """Save a checkpoint with reproducible random weights; return its directory. `marks` are more special tokens."""
     tokenizer = chatml_tokenizer(*marks)

@@ -1,6 +1,8 @@
 """Tests of rules for source files: one test for all files, which names every file that breaks the rule."""
 
+import ast
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,12 @@ from tests.design_map import ROOT
 def name_of(path: Path) -> str:
     """Return a file's path in the repository."""
     return str(path.relative_to(ROOT))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    """Return a Python file, parsed once for all rules."""
+    return ast.parse(path.read_text(), str(path))
 
 
 def for_each_file(paths: Sequence[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:

@@ -4,14 +4,14 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.design_map import BEGIN, END, PAGE, design_map, listed_files
-from tests.file_checks import for_each_file, name_of
+from tests.file_checks import for_each_file, name_of, tree
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("model", "service", "loadtest")
@@ -49,19 +49,15 @@ IMPORTS_LATE = {
     ("loadtest/inprocess/bench_command.py", "main"),
     ("loadtest/measurement/model_shapes.py", "write_random_checkpoint"),
 }
-TORCH_FREE = [
+TORCH_FREE = (
     "service.api.app",
     "service.server",
     "service.metrics.recorder",
     "service.cli.main",
     "service.cli.inspect",
+    "service.cli.serve",
     "model.huggingface.family_table",
-]
-
-
-@cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+)
 
 
 def module_of(path: Path) -> str:
@@ -243,17 +239,22 @@ def test_the_design_page_maps_every_file() -> None:
     assert written == design_map(), "run python -m tests.design_map"
 
 
-@pytest.mark.parametrize("module", TORCH_FREE)
-def test_the_api_process_imports_no_torch(module: str) -> None:
+def first_with(module: str, imported: Sequence[str]) -> str:
+    """Import modules in a new process. Return the first one with which `module` is imported too; "" without one."""
+    code = "import importlib, sys\nfor name in sys.argv[2:]:\n    importlib.import_module(name)\n"
+    code += "    if sys.argv[1] in sys.modules:\n        sys.exit(name)"
+    words = [sys.executable, "-W", "ignore", "-c", code, module, *imported]
+    return subprocess.run(words, cwd=ROOT, check=False, stderr=subprocess.PIPE, text=True).stderr.strip()
+
+
+def test_the_api_process_imports_no_torch() -> None:
     """Importing torch takes 2 s and over 200 MiB, which processes forked from main must not inherit."""
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert first_with("torch", TORCH_FREE) == ""
 
 
 def test_a_worker_imports_no_compiler_of_pytorch() -> None:
     """Importing torch._dynamo would double the import time of a worker and take 70 MB."""
-    code = "import sys, service.worker.engine_factory; sys.exit('torch._dynamo' in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert first_with("torch._dynamo", ["service.worker.engine_factory"]) == ""
 
 
 def test_only_the_worker_side_imports_torch() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from service.cli.main import COMMANDS
-from tests.e2e.process import PATIENCE_SECONDS, Service, serving_anew
+from tests.e2e.process import PATIENCE_SECONDS, Service, serving
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,7 +41,7 @@ TEXT_ONLY = [c for c in ALONE if c.startswith((".venv/bin/kvasir tokenize", ".ve
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with serving_anew(CHECKPOINT, tmp_path_factory.mktemp("service")) as running:
+    with serving(CHECKPOINT, tmp_path_factory.mktemp("service")) as running:
         yield running
 
 
@@ -97,7 +97,7 @@ def test_the_commands_for_an_own_checkpoint(tmp_path: Path) -> None:
             assert shell(command).strip()
     assert [Path(words[3]).name for words in served] == ["kvasir-int4", "kvasir.gguf", "kvasir-hf"]
     for words in served:
-        with serving_anew(Path(words[3]), tmp_path, *words[4:]) as running:
+        with serving(Path(words[3]), tmp_path, *words[4:]) as running:
             names = [card["id"] for card in running.get("/v1/models").json()["data"]]
             assert names[1:] == (["mine"] if "--lora" in words else [])
             texts = [
@@ -122,32 +122,27 @@ def test_training_on_own_text_prints_the_lines_of_the_readme(tmp_path: Path) -> 
     assert said == shown
 
 
-@pytest.mark.slow
-def test_a_model_trained_on_own_text_generates_and_is_served(tmp_path: Path) -> None:
-    """A short text is used, so that training takes seconds and needs no compilation."""
-    mine, corpus = shlex.quote(str(tmp_path / "mine")), tmp_path / "tales.txt"
-    corpus.write_text((ROOT / "loadtest" / "client" / "tales.txt").read_text()[:24_000])
-    trained, generated, served = [command.replace("checkpoints/mine", mine) for command in TRAIN_YOUR_OWN]
-    trained = trained.replace("loadtest/client/tales.txt", shlex.quote(str(corpus)))
-    said = shell(f"{trained} --no-compile --run-directory {shlex.quote(str(tmp_path / 'run'))}")
-    assert f"serve --checkpoint {mine}" in said
-    assert shell(generated).strip()
-    words = shlex.split(served)
-    with serving_anew(Path(words[3]), tmp_path, *words[4:]) as running:
-        assert running.text("The king had three sons.", max_tokens=20, ignore_eos=True)
-
-
 def test_the_recipe_in_training_md_equals_the_file() -> None:
     (recipe,) = blocks("toml", TRAINING)
     assert recipe == (ROOT / "model" / "training" / "configs" / "tales.toml").read_text()
 
 
 @pytest.mark.slow
-def test_the_training_commands_of_training_md(tmp_path: Path) -> None:
+def test_a_model_trained_by_training_md_generates_and_is_served(tmp_path: Path) -> None:
+    """It trains for fewer steps here: tests/model/training/test_proof.py compares the losses of the whole run.
+
+    The commands of README.md for an own model use it, too: tests/service/cli/test_train_own_text.py trains that one.
+    """
     trained, generated = [c.replace(" runs/", f" {shlex.quote(str(tmp_path))}/") for c in commands(TRAINING)]
-    said = shell(f"{trained} --run-directory {shlex.quote(str(tmp_path / 'tales'))}")
+    said = shell(f"{trained} --steps 24 --run-directory {shlex.quote(str(tmp_path / 'tales'))}")
     assert "held out, grimm: " in said
     assert shell(generated).strip()
+    model = shlex.quote(str(tmp_path / "tales-model"))
+    _, generated, served = [command.replace("checkpoints/mine", model) for command in TRAIN_YOUR_OWN]
+    assert shell(generated).strip()
+    words = shlex.split(served)
+    with serving(Path(words[3]), tmp_path, *words[4:]) as running:
+        assert running.text("The king had three sons.", max_tokens=20, ignore_eos=True)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from model.chat.reasoning import all_marks
@@ -16,6 +17,12 @@ def service(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """Start a service with the tiny model and default limits."""
     with serving(tiny_checkpoint, tmp_path_factory.mktemp("service")) as running:
         yield running
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
-"""API keys, CORS, the limit on request heads, and embeddings, on one server."""
+"""API keys, the prefix cache of each key, and embeddings, on one server."""
 
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -18,14 +19,11 @@ from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.nn.transformer import Transformer
 from model.tokenizer.files import load_tokenizer
-from service.http.connection import MAX_HEAD_BYTES
 from tests.e2e.process import NO_TLS, Service, serving, wait_until
-from tests.hostile.raw import exchange
 
 pytestmark = pytest.mark.slow
 
 ALICE, BOB = "sk-alice-0123456789abcdef", "sk-bob-0123456789abcdef"
-PAGE = "https://page.example"
 ALIAS = "text-embedding-tiny"
 TEXTS = ["once upon a time", "the theatre 😀", "a", " in the hat" * 20, "an ending\n\n"]
 
@@ -36,7 +34,7 @@ def service(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     keys = directory / "keys"
     keys.write_text(f"# who may\nalice: {ALICE}\nbob: {BOB}\n")
     keys.chmod(0o600)
-    flags = ("--api-keys-file", str(keys), "--cors-origins", PAGE, "--model-alias", ALIAS, "--log-level", "debug")
+    flags = ("--api-keys-file", str(keys), "--model-alias", ALIAS, "--block-size", "2")
     with serving(tiny_checkpoint, directory, *flags, "--max-batched-tokens", "64", "--max-prompts", "2000") as running:
         yield running
 
@@ -79,37 +77,22 @@ def test_requests_without_a_valid_key_get_401(service: Service, client: openai.O
     assert service.metric("llm_request_failures_total", status="401") >= 3
 
 
-def test_keys_appear_in_no_output(service: Service, client: openai.OpenAI) -> None:
-    client.models.list()
-    wait_until(lambda: "GET /v1/models: API key bob" in service.log.read_text(), what="the log line")
-    told = service.log.read_text() + service.printed.read_text()
-    told += " ".join(word for each in service.children for word in each.cmdline())
-    assert "sk-" not in told
-    assert ["api_keys", "alice,", "bob"] in [line.split() for line in service.printed.read_text().splitlines()]
+def test_a_request_hits_only_prompts_of_its_own_key(service: Service) -> None:
+    def num_cached(key: str, path: str, **fields: Any) -> int:
+        body = {"max_tokens": 1, **fields}
+        answer = httpx.post(service.url + path, json=body, headers=bearer(key), timeout=300, verify=NO_TLS)
+        return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
-
-def test_only_configured_origins_pass_cors(service: Service) -> None:
-    asking = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
-    url = service.url + "/v1/completions"
-    allowed = httpx.options(url, headers={**asking, "origin": PAGE}, timeout=300)
-    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, PAGE)
-    stranger = httpx.options(url, headers={**asking, "origin": "https://b.c"}, timeout=300)
-    assert "access-control-allow-origin" not in stranger.headers
-    body = {"prompt": "once", "max_tokens": 3, "stream": True}
-    streamed = httpx.post(url, json=body, headers={**bearer(ALICE), "origin": PAGE}, timeout=300, verify=NO_TLS)
-    assert streamed.headers["access-control-allow-origin"] == PAGE
-    assert streamed.text.endswith("data: [DONE]\n\n")
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [b"a: b\r\n" * 101 + b"\r\n", b"a: " + b"b" * MAX_HEAD_BYTES + b"\r\n\r\n", b"a: " + b"b" * MAX_HEAD_BYTES],
-)
-def test_a_request_head_is_bounded(service: Service, fields: bytes) -> None:
-    """The last head is not complete."""
-    answer = exchange(service, b"GET /health HTTP/1.1\r\nhost: a\r\n" + fields)
-    assert answer.statuses == [431]
-    assert answer.error["code"] == "head_too_large"
+    for path, subject in (
+        ("/v1/completions", {"prompt": [1, 2, 3, 4, 5, 6, 7]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a wolf in the theatre"}]}),
+    ):
+        assert num_cached(ALICE, path, **subject) == 0
+        num_own = num_cached(ALICE, path, **subject)
+        assert num_own >= 6
+        assert num_cached(BOB, path, **subject) == 0
+        assert num_cached(BOB, path, **subject, cache_salt="alice") == 0
+        assert num_cached(BOB, path, **subject) == num_own
 
 
 def test_embeddings_are_those_of_the_model(

@@ -41,12 +41,6 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield running
 
 
-@pytest.fixture
-def client(service: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def say(service: Service, messages: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
     response = service.post("/v1/chat/completions", messages=messages, **fields)
     assert response.status_code == 200, response.text
@@ -162,16 +156,6 @@ def test_a_chat_completion_is_the_same_streamed_or_not(service: Service) -> None
     plain = say(service, **fields)
     assert [choice["message"] for choice in plain["choices"]] == [choice["message"] for choice in body["choices"]]
     assert plain["choices"][0]["logprobs"] is None
-
-
-def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
-    messages: Any = HELLO
-    with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model="talker", messages=messages, top_logprobs=2)
-    assert (bad.value.param, bad.value.code) == ("top_logprobs", "invalid_request")
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.chat.completions.create(model="gpt-4", messages=messages)
-    assert (missing.value.param, missing.value.code) == ("model", "model_not_found")
 
 
 def test_tokenizer_info_equals_that_of_transformers(service: Service, library: Library) -> None:

@@ -20,7 +20,7 @@ from tests.e2e.process import START_SECONDS, Service, serving, wait_until
 
 pytestmark = pytest.mark.slow
 
-LONG: dict[str, Any] = {"prompt": "once", "max_tokens": 6000, "ignore_eos": True, "temperature": 0}
+LONG: dict[str, Any] = {"prompt": "once", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
 
 @contextmanager
@@ -44,17 +44,11 @@ def only(state: EngineState) -> dict[str, float]:
 
 
 def test_queue_limits_hold_and_ready_reports_stalled_during_a_hang(long_checkpoint: Path, tmp_path: Path) -> None:
-    flags = (
-        "--hang-seconds",
-        "0",
-        "--max-num-running",
-        "1",
-        "--max-waiting-requests",
-        "1",
-        "--max-queue-seconds",
-        "3600",
-    )
-    with serving(long_checkpoint, tmp_path, *flags) as service, ThreadPoolExecutor(1) as threads:
+    limits = ("--max-num-running", "1", "--max-waiting-requests", "1", "--max-queue-seconds", "3600")
+    with (
+        serving(long_checkpoint, tmp_path, "--hang-seconds", "0", *limits) as service,
+        ThreadPoolExecutor(1) as threads,
+    ):
         assert states(service) == only(EngineState.READY)
         expected = service.text(**LONG)
         asked = {**LONG, "stream": True}

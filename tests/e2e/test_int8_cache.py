@@ -20,10 +20,9 @@ def _answer(service: Service, **fields: Any) -> tuple[Any, int]:
     return body["choices"], body["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_int8_cache_survives_hits_and_worker_deaths(dtype: str, long_checkpoint: Path, tmp_path: Path) -> None:
-    flags = ("--kv-cache-dtype", "int8", "--dtype", dtype, "--no-standby")
-    with serving(long_checkpoint, tmp_path, *flags) as service:
+def test_an_int8_cache_survives_hits_and_worker_deaths(long_checkpoint: Path, tmp_path: Path) -> None:
+    """A model in bfloat16; tests/engine/test_cache_dtype.py has models in float32."""
+    with serving(long_checkpoint, tmp_path, "--kv-cache-dtype", "int8", "--dtype", "bfloat16") as service:
         assert service.metric("llm_cache_config_info", cache_dtype="int8") == 1
         first, num_cached = _answer(service, max_tokens=1500)
         assert num_cached == 0

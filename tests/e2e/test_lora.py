@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,8 @@ import httpx
 import pytest
 
 from model.tokenizer.files import load_tokenizer
-from tests.e2e.process import PATIENCE_SECONDS, Service, clean_environment, command, free_port, serving, wait_until
+from service.cli.main import main
+from tests.e2e.process import PATIENCE_SECONDS, Service, free_port, serving, wait_until
 from tests.families.models import Case, load
 from tests.families.tokenizer_files import write_byte_level
 from tests.lora.adapter_files import merge, write_adapter
@@ -194,15 +194,15 @@ def test_a_missing_adapter_cannot_be_unloaded(served: Served) -> None:
     assert served.service.post("/inspect/attention", prompt="a", layer=0, head=0, model="first").status_code == 400
 
 
-def test_a_bad_adapter_ends_the_start_with_one_line(served: Served, tmp_path: Path) -> None:
+def test_a_bad_adapter_ends_the_start_with_one_line(
+    served: Served, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for flag, message in {
         f"a={tmp_path / 'none'}": f"{tmp_path / 'none'}: no such directory",
         f"base={served.root / 'first'}": f"--lora base={served.root / 'first'}: base is a name of the base model",
         "first": "--lora: must be NAME=DIR",
     }.items():
-        done = subprocess.run(
-            command(served.base, free_port(), "--lora", flag), capture_output=True, text=True, env=clean_environment()
-        )
-        assert done.returncode != 0
-        assert message in done.stderr
-        assert len(done.stderr.splitlines()) == 1, done.stderr
+        assert main(["serve", "--checkpoint", str(served.base), "--port", str(free_port()), "--lora", flag]) != 0
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1

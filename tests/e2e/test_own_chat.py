@@ -36,12 +36,6 @@ def service(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield running
 
 
-@pytest.fixture
-def client(service: Service) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=service.url + "/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
 def tokenized(service: Service, **fields: Any) -> list[int]:
     ids: list[int] = service.post("/tokenize", **fields).json()["tokens"]
     return ids
@@ -68,17 +62,6 @@ def test_a_prompt_begins_with_exactly_one_bos_token(service: Service) -> None:
     assert tokenized(service, messages=MESSAGES, add_special_tokens=True) == prompt()
     answer = service.post("/v1/chat/completions", messages=MESSAGES, max_tokens=1).json()
     assert answer["usage"]["prompt_tokens"] == len(prompt())
-
-
-def test_the_openai_client_gets_the_same_chat_whole_and_streamed(client: openai.OpenAI, service: Service) -> None:
-    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "max_completion_tokens": 30, "seed": 3}
-    whole = client.chat.completions.create(**asked).choices[0]
-    stream = client.chat.completions.create(**asked, stream=True)
-    choices = [choice for chunk in stream for choice in chunk.choices]
-    assert "".join(choice.delta.content or "" for choice in choices) == whole.message.content
-    assert choices[-1].finish_reason == whole.finish_reason
-    by_ids = service.complete(prompt(), max_tokens=30, seed=3)
-    assert by_ids["choices"][0]["text"] == whole.message.content
 
 
 def test_the_generation_config_of_the_checkpoint_is_the_default(
@@ -132,14 +115,9 @@ def test_a_prompt_that_the_client_renders_gets_the_completion_of_the_chat(servic
 
 def test_special_tokens_of_a_completion_are_shown_with_skip_special_tokens_false(service: Service) -> None:
     prompt = f"{START}user\nHi 😀{END}\n"
-    asked: dict[str, Any] = {
-        **{"prompt": prompt, "max_tokens": 40, "seed": 1, "logprobs": 0, "echo": True, "return_token_ids": True},
-        **{
-            "logit_bias": {str(i): 100 for i in TOKENIZER.special_tokens.values()},
-            "temperature": 2,
-            "ignore_eos": True,
-        },
-    }
+    asked: dict[str, Any] = {"prompt": prompt, "max_tokens": 40, "seed": 1, "logprobs": 0, "temperature": 2}
+    asked |= {"echo": True, "return_token_ids": True, "ignore_eos": True}
+    asked["logit_bias"] = {str(i): 100 for i in TOKENIZER.special_tokens.values()}
     for skips in (True, False):
         choice = service.post(**asked, skip_special_tokens=skips).json()["choices"][0]
         text, ids, logprobs = choice["text"], choice["token_ids"], choice["logprobs"]

@@ -113,7 +113,7 @@ def test_a_client_that_disconnects_and_a_full_server_have_a_line_each(service: S
 def test_a_worker_that_dies_is_an_event_of_the_one_trace(service: Service, collector: Collector) -> None:
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     headers = {"authorization": f"Bearer {KEY}", "x-request-id": "survivor", "traceparent": f"00-{trace}-{parent}-01"}
-    worker, asked = service.worker, {**LONG, "max_tokens": 6000}  # seconds, for the kill of the worker
+    worker, asked = service.worker, {**LONG, "max_tokens": 2000}  # a second or more, for the kill of the worker
     with httpx.stream(
         "POST", service.url + TEXT, json=asked, headers=headers, timeout=PATIENCE_SECONDS, verify=NO_TLS
     ) as response:
@@ -122,14 +122,14 @@ def test_a_worker_that_dies_is_an_event_of_the_one_trace(service: Service, colle
         worker.kill()
         assert list(events)[-2:] == ["data: [DONE]", ""]
     line = line_of(service, "survivor")
-    assert (line["num_worker_restarts"], line["num_completion_tokens"], line["client_gone"]) == (1, 6000, False)
+    assert (line["num_worker_restarts"], line["num_completion_tokens"], line["client_gone"]) == (1, 2000, False)
     wait_until(lambda: bool(spans_of(collector, "survivor")), what="the span")
     (span,) = spans_of(collector, "survivor")
     assert (span.trace_id.hex(), span.parent_span_id.hex()) == (trace, parent)
     assert [event.name for event in span.events] == ["worker_restarted"]
     assert attributes(span.events[0]) == {"attempt": 1}
     assert span.start_time_unix_nano < span.events[0].time_unix_nano < span.end_time_unix_nano
-    assert attributes(span)["gen_ai.usage.output_tokens"] == 6000
+    assert attributes(span)["gen_ai.usage.output_tokens"] == 2000
     children = [each for each in collector.spans if each.parent_span_id == span.span_id]
     assert sorted(child.name for child in children) == ["decode", "prefill", "queue"]
     assert all(span.start_time_unix_nano <= child.start_time_unix_nano for child in children)
@@ -149,16 +149,3 @@ def test_the_last_spans_are_sent_when_the_service_stops(
     (span,) = spans_of(collector, "last")
     assert span.name == f"POST {TEXT}"
     assert '"prompt"' not in service.log.read_text()
-
-
-def test_a_collector_that_is_down_fails_no_request(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    flags = ("--otlp-endpoint", "http://127.0.0.1:9", "--log-format", "json", "--log-prompts")
-    variables = {"OTEL_BSP_SCHEDULE_DELAY": "10", "OTEL_EXPORTER_OTLP_TIMEOUT": "0.1"}
-    with serving(tiny_checkpoint, tmp_path, *flags, **variables) as service:
-        for number in range(3):
-            assert post(service, f"n{number}", prompt="once", max_tokens=3).status_code == 200
-        wait_until(lambda: "traces could not be sent" in service.log.read_text(), what="the warning")
-    log = [json.loads(line) for line in service.log.read_text().splitlines()]
-    assert sum("traces could not be sent" in entry["message"] for entry in log) == 1
-    assert sum("--log-prompts" in entry["message"] for entry in log) == 1
-    assert [entry["prompts"] for entry in log if "prompts" in entry] == [["once"]] * 3

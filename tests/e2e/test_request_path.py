@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.design_map import PAGE, ROOT
-from tests.e2e.process import serving_anew
+from tests.e2e.process import serving, serving_anew
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +37,7 @@ class Hop:
 def measure_path(directory: Path) -> list[Hop]:
     """Return the functions that receive the prompt's ids before the model runs, then those of the sampled token."""
     request: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1, "temperature": 0, "return_token_ids": True}
-    with serving_anew(CHECKPOINT, directory) as service:
+    with serving(CHECKPOINT, directory) as service:
         (choice,) = service.complete(**request)["choices"]
     probe = {
         "out": str(directory / "path"),

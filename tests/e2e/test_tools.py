@@ -112,7 +112,7 @@ def test_the_format_is_found_from_the_template(service: Service, name: str) -> N
     assert re.search(rf"^tool_format +({re.escape(found)})$", printed, re.MULTILINE)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)  # tests/model/chat/tool_formats/test_formats.py has more, without a server
 @given(tools=tool_lists(), seed=st.integers(0, 2**31), choice=st.sampled_from(["required", "named", "auto"]))
 def test_calls_of_random_tools_are_valid(service: Service, tools: list[ToolSchema], seed: int, choice: str) -> None:
     schemas = {tool.name: dict(tool.parameters) for tool in tools}
@@ -142,6 +142,7 @@ def test_a_stream_of_calls_equals_the_whole_message(service: Service, name: str)
     assert len(pieces) > 3 * len(ids), "arguments come in pieces"
 
 
+@pytest.mark.parametrize("name", ["hermes", "pythonic"], indirect=True)  # calls with tags, and a list of calls
 def test_parallel_calls_keep_their_order_and_can_be_switched_off(service: Service) -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "n": 4, "return_token_ids": True}
     ends = service.post("/tokenize", prompt="]<|endoftext|><|im_end|>", parse_special=True).json()["tokens"]

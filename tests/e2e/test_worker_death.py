@@ -1,6 +1,10 @@
-"""SIGKILL of the worker during many different requests, which then complete with unchanged responses."""
+"""SIGKILL of the worker during many different requests, which then complete with unchanged responses.
+
+Before it, the processes and threads of the server are compared with the table in docs/design.md, section 1.
+"""
 
 import itertools
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -102,6 +106,34 @@ def client(service: Service) -> Iterator[httpx.Client]:
     limits = httpx.Limits(max_connections=100)
     with httpx.Client(base_url=service.url, timeout=START_SECONDS, limits=limits) as client:
         yield client
+
+
+DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
+ROW = re.compile(r"^\| `(?P<process>kvasir-\w+)` \|.*\|(?P<threads>[^|]+)\|$")
+# Threads that a library starts while the standby imports keep the name which the standby has until then.
+LIBRARY = "kvasir-importer"
+
+
+def documented() -> dict[str, set[str]]:
+    """Return the names of the threads of each process in the table."""
+    section = DESIGN.read_text().partition("## 1. Processes")[2].partition("\n## ")[0]
+    rows = [row for line in section.splitlines() if (row := ROW.match(line))]
+    return {row["process"]: set(re.findall(r"`(kvasir-\w+)`", row["threads"])) for row in rows}
+
+
+def threads_of(process: psutil.Process) -> set[str]:
+    """Return the names of the threads of a process."""
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return {(task / "comm").read_text().strip() for task in tasks} - {LIBRARY}
+
+
+def test_processes_and_threads_are_those_of_the_design_page(service: Service) -> None:
+    wait_until(has_standby(service), what="the standby")
+    assert service.text("once", max_tokens=2) is not None
+    processes = [psutil.Process(service.process.pid), *service.children]
+    assert {process.name(): threads_of(process) for process in processes} == documented()
+    assert len(processes) == len(documented())
+    assert processes[0].num_threads() == 1
 
 
 def test_worker_deaths_change_no_response(service: Service, client: httpx.Client) -> None:

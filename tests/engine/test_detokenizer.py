@@ -127,9 +127,6 @@ def test_the_name_of_the_token_that_ends_a_sequence_is_text_only_with_include_st
     for last, stop_token_ids in ((end, ()), (start, (start,))):
         for include, text in ((False, "a"), (True, "a" + tokenizer.format_token_name(last))):
             params = SamplingParams(
-                max_tokens=9,
-                stop_token_ids=stop_token_ids,
-                include_stop_str_in_output=include,
-                visible_token_ids=every,
+                max_tokens=9, stop_token_ids=stop_token_ids, include_stop_str_in_output=include, visible_token_ids=every
             )
             assert Detokenizer(tokenizer, params).push([97, last], is_last=True)[1] == text

@@ -10,8 +10,7 @@ from service.engine.scheduling.speculation import PromptLookup
 from service.engine.scheduling.step_plan import MIN_ROWS
 from service.ipc.messages import FinishReason, Submit
 from tests.engine.fakes import CONTEXT, expected_tokens, make_engine, make_submit
-from tests.engine.test_parity import EOS, TOKENIZER, Run
-from tests.model.configs import VARIANTS
+from tests.engine.test_parity import EOS, SCHEDULED, TOKENIZER, Run
 
 POEM = TOKENIZER.encode("The fox and the crow. The fox and the grapes. The fox and the")
 
@@ -137,7 +136,7 @@ def repetitive(count: int, seed: int) -> list[Submit]:
 LIMITS: tuple[dict[str, int], ...] = ({}, {"num_blocks": 24, "enable_prefix_cache": False}, {"max_batched_tokens": 18})
 
 
-@pytest.mark.parametrize(("name", "limits"), list(zip(VARIANTS, itertools.cycle(LIMITS), strict=False)))
+@pytest.mark.parametrize(("name", "limits"), list(zip(SCHEDULED, itertools.cycle(LIMITS), strict=False)))
 def test_drafts_do_not_change_the_text(name: str, limits: dict[str, int]) -> None:
     submits = repetitive(14, seed=len(name))
     plain, drafting = Run(name, **limits), Run(name, **limits, max_draft_tokens=6)

@@ -24,7 +24,7 @@ from tests.model.kernel_libraries import BUILDABLE, library_of
 
 TOKENIZER = train_bpe([(Path(__file__).parents[1] / "data" / "aesop.txt").read_text()], 300)
 (EOS,) = TOKENIZER.eos_token_ids
-NUM_REQUESTS = 200
+NUM_REQUESTS = 90
 
 
 class Answers:
@@ -83,16 +83,20 @@ def requests() -> list[Submit]:
 
 
 CASES = [
-    ("rotary-gqa", numbers, cache) for numbers in ("float32", "bfloat16", "int8", "int4") for cache in ("auto", "int8")
+    ("rotary-gqa", "float32", "int8"),
+    ("rotary-gqa", "bfloat16", "auto"),
+    ("rotary-gqa", "int8", "int8"),
+    ("rotary-gqa", "int4", "auto"),
+    ("gemma4", "bfloat16", "auto"),
 ]
 
 
-@pytest.mark.parametrize(("variant", "numbers", "cache_dtype"), [*CASES, ("gemma4", "bfloat16", "auto")])
+@pytest.mark.parametrize(("variant", "numbers", "cache_dtype"), CASES)
 @pytest.mark.parametrize("level", list(BUILDABLE)[:1])
 def test_completions_are_identical_alone_and_in_any_batch(
     level: str, variant: str, numbers: str, cache_dtype: str
 ) -> None:
-    """Compare 200 requests one at a time with the same requests 64 at once: chunked, with prefix hits, preempted."""
+    """Compare requests one at a time with the same requests 64 at once: chunked, with prefix hits, preempted."""
     asked = requests()
     make = partial(model_of, level, numbers, variant)
     alone = Answers(make(), enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
@@ -104,7 +108,7 @@ def test_completions_are_identical_alone_and_in_any_batch(
     crowded.ask(*asked)
     assert crowded.reported == alone.reported
     assert crowded.largest_batch == 64
-    assert crowded.num_cached > 500
+    assert crowded.num_cached > 200
     starved = Answers(make(), num_blocks=24, enable_prefix_cache=False, kv_cache_dtype=cache_dtype)
     starved.ask(*asked)
     assert starved.reported == alone.reported

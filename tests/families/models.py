@@ -161,19 +161,24 @@ class Case:
     family: str
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def build(self, seed: int = 0, *, spread: float = 0.2, **changes: Any) -> transformers.PreTrainedModel:
-        """Build the transformers library's model in float32, with no weight of zero and no norm weight of one.
-
-        A wider spread of the weights makes the probabilities sharper and amplifies rounding errors.
-        """
+    def config(self, **changes: Any) -> Any:
+        """Return the transformers library's config, which imports no code of its models."""
         name, sizes = CLASSES[self.family]
         if "text_config" in sizes:
             values = sizes | {"text_config": sizes["text_config"] | self.changes | changes}
         else:
             values = _NO_IDS | sizes | self.changes | changes
-        config = getattr(transformers, f"{name}Config")(**values)
+        return getattr(transformers, f"{name}Config")(**values)
+
+    def build(self, seed: int = 0, *, spread: float = 0.2, **changes: Any) -> transformers.PreTrainedModel:
+        """Build the transformers library's model in float32, with no weight of zero and no norm weight of one.
+
+        A wider spread of the weights makes the probabilities sharper and amplifies rounding errors.
+        """
+        config = self.config(**changes)
         config._attn_implementation = "eager"
-        model = getattr(transformers, HEADS.get(self.family, f"{name}ForCausalLM"))(config).eval()
+        head = HEADS.get(self.family, f"{CLASSES[self.family][0]}ForCausalLM")
+        model = getattr(transformers, head)(config).eval()
         generator = torch.Generator().manual_seed(seed)
         offset = 0.0 if self.family in ("gemma", "gemma2", "gemma3_text", "gemma3") else 1.0
         scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
@@ -332,8 +337,7 @@ CASES: dict[str, Case] = {
     "phi3": Case("phi3"),
     "phi3 windows": Case("phi3", {"sliding_window": WINDOW, "num_key_value_heads": 4}),
     "phi3 partial tied": Case(
-        "phi3",
-        {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True},
+        "phi3", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}, "tie_word_embeddings": True}
     ),
     "phi3 longrope beyond": Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
     "phi3 longrope within": Case(

@@ -174,11 +174,7 @@ def test_old_and_new_spellings_of_keys_give_the_same_config(name: str) -> None:
 def test_rope_scaling_is_read_from_a_dictionary() -> None:
     config = read("llama", rope_scaling={"rope_type": "llama3", "original_max_position_embeddings": 256, **LLAMA3})
     assert config.rope_scaling == RopeScaling(
-        kind=RopeScalingKind.LLAMA3,
-        factor=8.0,
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_context_length=256,
+        kind=RopeScalingKind.LLAMA3, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context_length=256
     )
 
 
@@ -208,10 +204,7 @@ def test_harmless_config_keys_are_accepted() -> None:
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model type": ({"model_type": "mamba"}, "model_type='mamba': not a supported family; `kvasir families`"),
     "no model type": ({"model_type": None}, "model_type=None: not a supported family"),
-    "kind of MLP": (
-        {"model_type": "starcoder2", "mlp_type": "gated"},
-        "mlp_type='gated': supported are default",
-    ),
+    "kind of MLP": ({"model_type": "starcoder2", "mlp_type": "gated"}, "mlp_type='gated': supported are default"),
     "two windows": (
         {"model_type": "gemma2", "sliding_window": 4096, "sliding_window_size": 512},
         "sliding_window_size=512.0: this family ignores this key and uses 4096; set sliding_window instead",
@@ -258,10 +251,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "rope_parameters=.'rope_theta': 5.0.: expected an object with the keys full_attention and sliding_attention",
     ),
     "scaled windows": (
-        {
-            "model_type": "gemma3_text",
-            "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
-        },
+        {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "scaling in layers with a window is not implemented",
     ),
     "ntk in gemma3": (
@@ -351,10 +341,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         "rope_scaling long_divisors must be a list of positive numbers",
     ),
     "two original contexts": (
-        {
-            "model_type": "phi3",
-            "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 8192},
-        },
+        {"model_type": "phi3", "rope_scaling": {"type": "longrope", "original_max_position_embeddings": 8192}},
         "original_max_position_embeddings=8192: contradicts original_max_position_embeddings=4096",
     ),
     "parallel layers of stablelm": (

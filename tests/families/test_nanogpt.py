@@ -189,10 +189,7 @@ TROUBLES: dict[str, tuple[Callable[[Path], object], str]] = {
         "has 300 rows, the tokenizer beside it 400 tokens",
     ),
     "no tokenizer": (lambda d: (d / "meta.pkl").unlink(), "meta.pkl: no such file"),
-    "taken": (
-        lambda d: _fill(d / "out"),
-        "out: holds files; choose an",
-    ),
+    "taken": (lambda d: _fill(d / "out"), "out: holds files; choose an"),
 }
 
 

@@ -114,7 +114,7 @@ def test_attention_weights_equal_those_of_transformers(save_case: Callable[[str]
         assert_close(ours_HTT, weights_1HTT[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", {case.family: name for name, case in reversed(CASES.items())}.values())
 def test_shards_in_bfloat16_are_loaded(tmp_path: Path, case: str) -> None:
     cast(Any, CASES[case].build()).bfloat16().save_pretrained(tmp_path, max_shard_size=20_000)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -183,10 +183,7 @@ ALTERATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "multiplier of scores": ("granite", {"score_scale": None}),
     "normalized weights of experts": ("qwen3_moe", {"experts": {**_QWEN3_MOE, "normalizes": False}}),
     "number of experts of a token": ("qwen3_moe", {"experts": {**_QWEN3_MOE, "num_per_token": 2}}),
-    "probabilities as weights": (
-        "olmoe probabilities",
-        {"experts": {**_QWEN3_MOE, "mlp_size": 48}},
-    ),
+    "probabilities as weights": ("olmoe probabilities", {"experts": {**_QWEN3_MOE, "mlp_size": 48}}),
     "window of mixtral": ("mixtral", {"sliding_window": None}),
     "partial rotary of stablelm": ("stablelm", {"rotary_dim": None}),
     "window of starcoder2": ("starcoder2", {"sliding_window": None}),
@@ -221,7 +218,7 @@ def test_every_family_has_a_parity_case() -> None:
 TIED = [
     name
     for name, case in CASES.items()
-    if case.build().config.tie_word_embeddings and case.family not in ("gemma3", "gemma4")
+    if case.config().tie_word_embeddings and case.family not in ("gemma3", "gemma4")
 ]
 
 

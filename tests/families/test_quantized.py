@@ -35,15 +35,7 @@ from service.worker.engine_factory import build_engine
 from service.worker.memory_plan import LoadedModel
 from tests.e2e.process import serving
 from tests.families.models import CASES, load
-from tests.families.quantized_files import (
-    FORMS,
-    Tensors,
-    gptq,
-    random_codes,
-    scheme,
-    write_directory,
-    write_form,
-)
+from tests.families.quantized_files import FORMS, Tensors, gptq, random_codes, scheme, write_directory, write_form
 from tests.families.test_parity import difference
 from tests.families.tokenizer_files import write_byte_level
 
@@ -315,11 +307,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "unknown key": ("awq 32", lambda c: c.update(rotation="x"), "quantization_config.rotation='x': unknown key"),
     "kv cache": ("packed 32", lambda c: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme={'num_bits': 8}: "),
     "sparsity": ("packed 32", lambda c: c.update(sparsity_config={"format": "x"}), "sparsity_config={'format': 'x'}: "),
-    "two groups": (
-        "packed 32",
-        lambda c: c["config_groups"].update(group_1={}),
-        "config_groups={",
-    ),
+    "two groups": ("packed 32", lambda c: c["config_groups"].update(group_1={}), "config_groups={"),
     "other format": ("packed 32", lambda c: c.update(format="marlin-24"), "format='marlin-24': supported are pack-"),
     "packed 8 bits": (
         "packed 32",

@@ -85,10 +85,7 @@ def test_the_command_writes_a_verified_directory(tmp_path: Path, capsys: pytest.
 
 def test_a_quantized_checkpoint_is_not_converted_again(tmp_path: Path) -> None:
     quantize_checkpoint(SHIPPED, tmp_path / "small", "int8")
-    for command in (
-        ["--source", str(tmp_path / "small"), "--quantize", "int4"],
-        ["--export", str(tmp_path / "small")],
-    ):
+    for command in (["--source", str(tmp_path / "small"), "--quantize", "int4"], ["--export", str(tmp_path / "small")]):
         assert main(["convert", *command, "--out", str(tmp_path / "again")]) == 1
     assert not (tmp_path / "again").exists()
 

@@ -21,7 +21,7 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
-KEYS = sorted({key for case in CASES.values() for key in json.loads(case.build().config.to_json_string())})
+KEYS = sorted({key for case in CASES.values() for key in json.loads(case.config().to_json_string())})
 ROPE_KEYS = ["rope_type", "type", "rope_theta", "factor", "partial_rotary_factor", "low_freq_factor"]
 ROPES = st.dictionaries(st.sampled_from(ROPE_KEYS), JSON, max_size=4)
 

@@ -31,7 +31,7 @@ from tests.families.tokenizer_files import write_byte_level, write_sentence_piec
 from tests.model.kernel_libraries import BACKENDS
 
 PROMPT = "The dog did not cross the road as it was too tired. "
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 IN_EVERY_RUN = ("gpt2", "mistral")  # a model of each kind of tokenizer; `make families` serves all models
 ROUNDING = 0.1  # of int8 matrices and inputs, in models as small as these, as a share of the largest logit
 CLEAR = 1e-3  # minimum difference of the two highest logprobs; rounding in float32 causes 1e-5
@@ -76,10 +76,7 @@ SERVED: dict[str, tuple[Case, Any]] = {
     "ernie4_5": (Case("ernie4_5", {"tie_word_embeddings": False}), write_sentence_piece),
     "smollm3": (Case("smollm3", {"no_rope_layer_interval": 2}), write_byte_level),
     "hunyuan": (Case("hunyuan_v1_dense"), write_byte_level),
-    "ministral3": (
-        Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}),
-        write_byte_level,
-    ),
+    "ministral3": (Case("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5}}), write_byte_level),
     "cohere": (Case("cohere", {"tie_word_embeddings": False}), write_byte_level),
     "cohere2": (Case("cohere2", {"tie_word_embeddings": False, "layer_types": TYPES}), write_byte_level),
     "phi3": (Case("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}), write_sentence_piece),
@@ -108,7 +105,7 @@ def save_decided_model(case: Case, directory: Path, prompt_ids: list[int]) -> No
     for seed in range(30):
         model = case.build(seed, spread=0.3, vocab_size=VOCAB_SIZE, **{positions: CONTEXT})
         tokens, best = expected(model, prompt_ids)
-        if len(set(tokens)) >= 15 and float((best[:, 0] - best[:, 1]).min()) > CLEAR:
+        if len(set(tokens)) >= 10 and float((best[:, 0] - best[:, 1]).min()) > CLEAR:
             model.save_pretrained(directory)
             return
     raise AssertionError("no random model of this family has a clear best token at each position")
@@ -234,7 +231,7 @@ def test_a_converted_nanogpt_is_served_over_http(tmp_path: Path) -> None:
         ids.append(int(best.indices[0]))
     assert min(leads) > CLEAR
     text = "".join(CHARACTERS[token] for token in ids[len(prompt) :])
-    assert len(set(text)) >= 15
+    assert len(set(text)) >= 10
     with serving(tmp_path / "bard", tmp_path, "--dtype", "float32") as service:
         assert service.text(prompt, temperature=0, max_tokens=NUM_TOKENS) == text
         refused = service.post(prompt="\u00e9", max_tokens=1)

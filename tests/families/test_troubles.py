@@ -136,11 +136,7 @@ DAMAGES: dict[str, tuple[str, Damage, str]] = {
         put(NORM, torch.ones(32).to(torch.float8_e4m3fn)),
         f"tensor {NORM} has dtype F8_E4M3",
     ),
-    "tensor with and without prefix": (
-        "llama",
-        put("norm.weight", torch.ones(32)),
-        r"norm.weight is in model.safe",
-    ),
+    "tensor with and without prefix": ("llama", put("norm.weight", torch.ones(32)), r"norm.weight is in model.safe"),
     "tied head that differs": (
         "gpt2",
         put("lm_head.weight", torch.ones(300, 32)),

@@ -118,16 +118,6 @@ def assert_rejected(service: Service) -> None:
     assert answer.error["code"] == "too_many_connections"
 
 
-def test_a_client_that_closes_after_a_too_large_body_reads_its_error(service: Service) -> None:
-    """The client reads only after it has sent the body, which is larger than the kernel buffers."""
-    body = b" " * 10_000_000
-    with connect(service) as connection:
-        connection.sendall(request(b"content-length: %d" % len(body), body=body))
-        answer = rest(connection)
-    assert answer.statuses == [413]
-    assert answer.error["code"] == "body_too_large"
-
-
 def test_a_client_that_reads_nothing_is_disconnected_and_slows_no_other_client(service: Service) -> None:
     """The write timeout ends the connection, and its request is cancelled."""
     body = json.dumps(LONG).encode()

@@ -110,13 +110,6 @@ def test_a_compressed_body_is_rejected_in_one_line(service: Service, encoding: s
     assert post(service, BODY, **{"content-encoding": "identity"}).status_code == 200
 
 
-@pytest.mark.parametrize("given", [b"a%0d%0ax: y", b"a" * 5000, b"\xff\xe9", b"", b"a b", b"<script>", b"a;b=c"])
-def test_an_unsafe_request_id_header_is_replaced(service: Service, given: bytes) -> None:
-    answer = exchange(service, request(b"x-request-id: " + given, line=GET))
-    (line,) = [line for line in answer.head.split("\r\n") if line.startswith("x-request-id: ")]
-    assert line.startswith("x-request-id: req-")
-
-
 def test_names_in_errors_are_clipped_and_never_in_headers(service: Service) -> None:
     wild = "a\r\nset-cookie: b\u2028\u202e\0" + "😀" * 100_000
     for body in ({"prompt": "a", "model": wild}, {"prompt": "a", "user": wild}, {"prompt": "a", wild: 1}):

@@ -23,7 +23,7 @@ from tests.e2e.process import (
     clean_environment,
     command,
     free_port,
-    serving_anew,
+    serving,
     wait_until,
 )
 
@@ -85,7 +85,7 @@ def test_the_service_survives_a_full_disk_behind_its_log(tiny_checkpoint: Path, 
 def test_existing_connections_are_served_at_the_limit_of_open_files(tiny_checkpoint: Path, tmp_path: Path) -> None:
     """The limit is lowered in the running service, so the system rejects connections, not the service."""
     with (
-        serving_anew(tiny_checkpoint, tmp_path) as service,
+        serving(tiny_checkpoint, tmp_path) as service,
         httpx.Client(base_url=service.url, timeout=PATIENCE_SECONDS) as client,
     ):
         api = service.api
@@ -107,7 +107,7 @@ def test_existing_connections_are_served_at_the_limit_of_open_files(tiny_checkpo
 def test_a_deleted_checkpoint_affects_only_the_next_worker(tiny_checkpoint: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "copy"
     shutil.copytree(tiny_checkpoint, checkpoint)
-    with serving_anew(checkpoint, tmp_path) as service:
+    with serving(checkpoint, tmp_path) as service:
         before = service.text("once", max_tokens=8, temperature=0)
         shutil.rmtree(checkpoint)
         assert service.text("once", max_tokens=8, temperature=0) == before

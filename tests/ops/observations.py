@@ -222,9 +222,7 @@ OBSERVATIONS = (
     Observation(
         name="adapters",
         make=lambda metrics: metrics.observe_adapters(running=["a", "b"], waiting=["b"], num_loaded=3, now=5.0),
-        changes={
-            'lora_requests_info{max_lora="3",running_lora_adapters="a,b",waiting_lora_adapters="b"}': 5,
-        },
+        changes={'lora_requests_info{max_lora="3",running_lora_adapters="a,b",waiting_lora_adapters="b"}': 5},
     ),
     Observation(
         name="engine_state",

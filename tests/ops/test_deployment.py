@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -290,34 +290,38 @@ def test_bytecode_is_compiled_only_for_modules_imported_at_start() -> None:
 # The load test's image.
 
 
-def locust_options(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
-    """Return the options that locust and the locustfile parse, in a separate process, which locust may monkey-patch."""
+def locust_options(*commands: Sequence[str]) -> list[dict[str, Any]]:
+    """Return what locust and the locustfile parse for each command, in a process that locust may monkey-patch."""
     code = (
         "import json, sys; from locust.argument_parser import get_parser; import loadtest.locustfile; "
-        "print(json.dumps(vars(get_parser().parse_args(sys.argv[1:])), default=str))"
+        "print(json.dumps([vars(get_parser().parse_args(c)) for c in json.loads(sys.argv[1])], default=str))"
     )
+    variables = {name: value for name, value in environment("loadtest").items() if name.startswith("LOCUST_")}
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={"PATH": "", "PYTHONPATH": str(ROOT)} | environment,
+        [sys.executable, "-c", code, json.dumps(commands)],
+        env={"PATH": "", "PYTHONPATH": str(ROOT)} | variables,
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
         check=True,
     )
-    options: dict[str, Any] = json.loads(done.stdout)
+    options: list[dict[str, Any]] = json.loads(done.stdout)
     return options
-
-
-def locust_environment() -> dict[str, str]:
-    return {name: value for name, value in environment("loadtest").items() if name.startswith("LOCUST_")}
 
 
 def test_an_argument_of_the_load_test_replaces_one_default() -> None:
     (entrypoint,) = instructions("ENTRYPOINT", "loadtest")
     assert entrypoint.exec_form() == ["python", "-m", "loadtest"]
     assert instructions("CMD", "loadtest") == [], "arguments of `docker run` would replace the whole command"
-    defaults = locust_options(locust_environment())
+    changes: list[tuple[str, tuple[str, str], object]] = [
+        ("num_users", ("--users", "64"), 64),
+        ("run_time", ("--run-time", "2m"), 120),
+        ("spawn_rate", ("--spawn-rate", "2"), 2.0),
+        ("host", ("--host", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
+        ("results", ("--results", "elsewhere"), "elsewhere"),
+    ]
+    defaults, *changed = locust_options((), *(arguments for _, arguments, _ in changes))
     expected = {
         "host": "http://kvasir:8000",
         "num_users": 16,
@@ -327,14 +331,7 @@ def test_an_argument_of_the_load_test_replaces_one_default() -> None:
         "results": "/results",
     }
     assert {name: defaults[name] for name in expected} == expected
-    for name, arguments, value in [
-        ("num_users", ("--users", "64"), 64),
-        ("run_time", ("--run-time", "2m"), 120),
-        ("spawn_rate", ("--spawn-rate", "2"), 2.0),
-        ("host", ("--host", "http://127.0.0.1:9"), "http://127.0.0.1:9"),
-        ("results", ("--results", "elsewhere"), "elsewhere"),
-    ]:
-        assert locust_options(locust_environment(), *arguments) == defaults | {name: value}
+    assert changed == [defaults | {name: value} for name, _, value in changes]
 
 
 def test_the_load_test_runs_without_serving_packages() -> None:

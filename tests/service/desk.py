@@ -43,10 +43,7 @@ class Desk:
         self.outcomes: list[str] = []
         self.late: list[int] = []
         self.admission = Admission(
-            max_num_running=2,
-            max_waiting_requests=waiting,
-            max_waiting_tokens=10_000,
-            num_workers=len(self.workers),
+            max_num_running=2, max_waiting_requests=waiting, max_waiting_tokens=10_000, num_workers=len(self.workers)
         )
         self.engine_client = EngineClient(
             workers=self.workers,

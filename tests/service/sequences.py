@@ -9,10 +9,7 @@ from service.requests.inflight import Choice, InflightRequest
 
 def make_submit(uid: str = "a", *, prompt: tuple[int, ...] = (1, 2, 3), **params: Any) -> Submit:
     return Submit(
-        uid=uid,
-        prompt_token_ids=prompt,
-        params=SamplingParams(**{"max_tokens": 10, **params}),
-        arrival_seconds=0.0,
+        uid=uid, prompt_token_ids=prompt, params=SamplingParams(**{"max_tokens": 10, **params}), arrival_seconds=0.0
     )
 
 

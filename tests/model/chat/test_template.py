@@ -10,13 +10,7 @@ import jinja2
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from model.chat.template import (
-    PLAIN_SOURCE,
-    ChatTemplate,
-    cut_at_continuation,
-    load_chat_template,
-    mark_continuation,
-)
+from model.chat.template import PLAIN_SOURCE, ChatTemplate, cut_at_continuation, load_chat_template, mark_continuation
 from model.chat.template_sandbox import TemplateFailure, compile_template, render
 from model.io.files import CheckpointError
 from model.tokenizer.bos_eos import read_tokenizer_config

@@ -16,11 +16,7 @@ from model.io.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, read_head
 
 
 def entry(begin: int, end: int, *, dtype: str = "F32", shape: list[int] | None = None) -> dict[str, Any]:
-    return {
-        "dtype": dtype,
-        "shape": [(end - begin) // 4] if shape is None else shape,
-        "data_offsets": [begin, end],
-    }
+    return {"dtype": dtype, "shape": [(end - begin) // 4] if shape is None else shape, "data_offsets": [begin, end]}
 
 
 def write(path: Path, header: bytes, data: bytes = b"") -> Path:

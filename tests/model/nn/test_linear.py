@@ -7,15 +7,7 @@ import torch
 from torch import nn
 
 from model.attention.metadata import AttentionMetadata
-from model.nn.linear import (
-    LINEAR_KINDS,
-    Int4Linear,
-    Int8Linear,
-    PackedLinear,
-    can_pack,
-    quantize_rows,
-    replace_linears,
-)
+from model.nn.linear import LINEAR_KINDS, Int4Linear, Int8Linear, PackedLinear, can_pack, quantize_rows, replace_linears
 from service.engine.scheduling.step_plan import MIN_ROWS
 from tests.model.configs import VARIANTS, build
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from tokenizers import Tokenizer as Library
 from tokenizers import pre_tokenizers
 
@@ -42,6 +42,7 @@ def test_fixed_texts_have_the_ids_of_the_library(name: str, parse_special: bool)
 
 
 @pytest.mark.parametrize("name", ALL)
+@settings(max_examples=40)
 @given(text=any_text())
 def test_generated_texts_have_the_ids_of_the_library(name: str, text: str) -> None:
     ours, library = pair(name)

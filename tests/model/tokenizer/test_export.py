@@ -35,11 +35,7 @@ def native_with_unreachable_tokens(directory: Path) -> Path:
     marks = {"<|endoftext|>": len(ranks)}
     save_native(
         ByteLevelTokenizer(
-            pattern=tokenizer.pattern,
-            ranks=ranks,
-            special_tokens=marks,
-            eos_token_ids=(len(ranks),),
-            bos_token_id=None,
+            pattern=tokenizer.pattern, ranks=ranks, special_tokens=marks, eos_token_ids=(len(ranks),), bos_token_id=None
         ),
         directory,
     )

@@ -9,11 +9,7 @@ import pytest
 from transformers import GenerationConfig as TheirConfig
 
 from model.io.files import CheckpointError
-from model.tokenizer.generation_config import (
-    GENERATION_CONFIG_FILE,
-    GenerationConfig,
-    read_generation_config,
-)
+from model.tokenizer.generation_config import GENERATION_CONFIG_FILE, GenerationConfig, read_generation_config
 
 
 def read(directory: Path, values: object) -> GenerationConfig:

@@ -5,13 +5,7 @@ import tiktoken
 from tokenizers import Regex, pre_tokenizers
 
 from model.tokenizer.export import pattern_for_oniguruma
-from model.tokenizer.split_patterns import (
-    CL100K_PATTERN,
-    GPT2_PATTERN,
-    LLAMA3_PATTERN,
-    O200K_PATTERN,
-    QWEN_PATTERN,
-)
+from model.tokenizer.split_patterns import CL100K_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, O200K_PATTERN, QWEN_PATTERN
 from model.training.data.bpe import SPLIT_PATTERN
 from tests.model.tokenizer.texts import all_texts
 

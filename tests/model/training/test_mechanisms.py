@@ -21,6 +21,7 @@ from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import TokenDelta
 from tests.engine.fakes import make_submit
 from tests.model.training.test_train import config as fables
+from tests.model.training.test_train import no_completions
 
 RECIPES = {
     path.stem: path for path in sorted((Path(__file__).parents[3] / "model/training/configs/attention").glob("*.toml"))
@@ -48,7 +49,8 @@ def run(config: TrainConfig, directory: Path, **changes: object) -> list[float]:
         compile=False,
         stop_after=None,
     )
-    train(config, dataclasses.replace(settings, **changes), lambda text: None)  # type: ignore[arg-type]
+    changed = dataclasses.replace(settings, **changes)  # type: ignore[arg-type]
+    train(config, changed, lambda text: None, complete=no_completions)
     return [line["loss"] for line in read_log(directory / "log.jsonl")]
 
 

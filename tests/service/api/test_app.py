@@ -103,36 +103,6 @@ def test_the_health_version_metrics_and_playground_routes_respond(client: TestCl
     assert client.get("/").headers["content-type"].startswith("text/html")
 
 
-def test_a_full_server_rejects_with_429_and_three_retry_headers(
-    client: TestClient, frontend: Frontend, queue: EchoChannel
-) -> None:
-    queue.answers = False
-    for uid in "abcd":
-        frontend.context.engine_client.submit(make_request(make_choice(uid)))
-    response = client.post("/v1/completions", json={"prompt": "a"})
-    assert response.status_code == 429
-    assert response.json()["error"]["code"] == "queue_full"
-    assert int(response.headers["retry-after"]) >= 1
-    assert int(response.headers["retry-after-ms"]) >= 1
-    assert response.headers["x-should-retry"] == "true"
-    assert (
-        'llm_admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0'
-        in client.get("/metrics").text
-    )
-
-
-@pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_a_full_server_reads_only_bodies_that_may_have_a_longer_timeout(
-    client: TestClient, queue: EchoChannel, frontend: Frontend, route: str
-) -> None:
-    queue.answers = False
-    for uid in "abcd":
-        frontend.context.engine_client.submit(make_request(make_choice(uid)))
-    unread = client.post(route, content=b"no JSON at all")
-    assert (unread.status_code, unread.json()["error"]["code"]) == (429, "queue_full")
-    assert client.post(route, content=b'{"timeout": no JSON either').status_code == 400
-
-
 def test_a_draining_server_rejects_with_503_and_closes_the_connection(client: TestClient, lifecycle: Lifecycle) -> None:
     lifecycle.enter(Phase.DRAINING)
     response = client.post("/v1/completions", json={"prompt": "a"})

@@ -298,22 +298,6 @@ def test_an_attention_query_survives_the_death_of_the_worker(bench: Bench) -> No
     assert bench.engine_client.num_queries == 0
 
 
-def test_an_attention_query_that_kills_three_workers_fails(bench: Bench) -> None:
-    async def die() -> None:
-        (task,) = await waiting(bench, 1)
-        for epoch in range(1, 5):  # each worker dies before it has begun this attempt
-            bench.engine_client.receive([make_hello(epoch), Started(uid=bench.sent[0].uid, attempt=0)])
-        for epoch in (5, 6, 7):
-            assert not task.done()
-            bench.engine_client.receive([Started(uid=bench.sent[0].uid, attempt=epoch - 1), make_hello(epoch)])
-        with pytest.raises(EngineFailed, match="died repeatedly") as caught:
-            await task
-        assert caught.value.headers() == {"x-should-retry": "false"}
-
-    asyncio.run(die())
-    assert [type(command) for command in bench.sent] == [*[AttentionQuery] * 7, Cancel]
-
-
 def test_an_attention_query_over_the_queue_time_limit_is_a_408(bench: Bench) -> None:
     async def wait() -> None:
         began, running = await waiting(bench, 2)

@@ -56,10 +56,7 @@ def test_best_of_returns_the_highest_mean_logprobs_first_and_counts_all_tokens(
     tokenizer: ByteLevelTokenizer, metrics: Metrics, logprobs: int | None
 ) -> None:
     """Two prompts of three samples. Ranking by the sum of logprobs would prefer short completions."""
-    samples = [
-        [(-2.0,), (-1.0, -1.0, -1.0), (-0.5, -2.5)],
-        [(-3.0, -3.0), (-3.0, -1.0), (-0.1,)],
-    ]
+    samples = [[(-2.0,), (-1.0, -1.0, -1.0), (-0.5, -2.5)], [(-3.0, -3.0), (-3.0, -1.0), (-0.1,)]]
 
     async def test() -> None:
         choices = [

@@ -19,9 +19,7 @@ SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
 MOMENTS = [
     ("serve", "service.cli.main"),
     ("serve", "pydantic"),
-    ("serve", "service.config.settings"),
     ("serve", "service.cli.serve"),
-    ("serve", "litserve"),
     ("generate", "service.cli.generate"),
     ("generate", "torch"),
     ("tokenize", "tiktoken"),

@@ -196,10 +196,7 @@ ODD: dict[str, tuple[str, str]] = {
     ),
     "theta": (f"[model]\nrope_theta = {HUGE}", "rope_theta must be a positive number"),
     "batch": ("batch_size = 1_000_000_000", r"tokens per step needs at least .* MiB"),
-    "batch beyond all bounds": (
-        f"batch_size = {HUGE}",
-        "batch_size: Expected `int` <= 9223372036854775807",
-    ),
+    "batch beyond all bounds": (f"batch_size = {HUGE}", "batch_size: Expected `int` <= 9223372036854775807"),
     "rate": (f"matrix_lr = {HUGE}", "matrix_lr: Number out of range"),
     "rate that float32 cannot hold": ("adam_lr = 1e300", "adam_lr: Expected `float` <= 1000000000"),
     "clip": (f"grad_clip = {HUGE}", "grad_clip: Number out of range"),

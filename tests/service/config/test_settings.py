@@ -417,10 +417,7 @@ def test_a_repeatable_flag_collects_its_values(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("KVASIR_TEXTS", "a=b:c=d")
     assert texts() == ("a=b", "c=d")
     assert texts("--texts", "e=f") == ("e=f",)
-    with pytest.raises(
-        SettingsError,
-        match=r"must be NAME=FILE: a name .*; names must differ, not 'a, b=c'$",
-    ):
+    with pytest.raises(SettingsError, match=r"must be NAME=FILE: a name .*; names must differ, not 'a, b=c'$"):
         texts("--texts", "a", "--texts", "b=c")
     for wrong in ("a", "=b", "a=", "a=b:a=c"):
         monkeypatch.setenv("KVASIR_TEXTS", wrong)

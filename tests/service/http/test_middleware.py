@@ -53,11 +53,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def test_a_known_key_is_accepted_and_its_name_stored() -> None:
     server = guarded()
-    for header, name in (
-        (f"Bearer {KEY}", "alice"),
-        (f"bearer   {KEY}2 ", "bob"),
-        (f"BEARER {KEY}", "alice"),
-    ):
+    for header, name in ((f"Bearer {KEY}", "alice"), (f"bearer   {KEY}2 ", "bob"), (f"BEARER {KEY}", "alice")):
         answer = server.client.get("/v1/models", headers={"authorization": header})
         assert (answer.status_code, answer.json()) == (200, {"name": name})
     assert server.counted == []

@@ -221,11 +221,7 @@ def mild(tokenizer: ByteLevelTokenizer) -> RequestProcessor:
     sampling = {"temperature": 0.0, "top_k": 7, "top_p": 0.5, "min_p": 0.25}
     defaults = RequestDefaults(sampling=sampling, max_new_tokens=50)
     return RequestProcessor(
-        tokenizer=tokenizer,
-        model_name="tiny",
-        max_context_length=64,
-        max_num_choices=12,
-        defaults=defaults,
+        tokenizer=tokenizer, model_name="tiny", max_context_length=64, max_num_choices=12, defaults=defaults
     )
 
 

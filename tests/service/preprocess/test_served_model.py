@@ -144,12 +144,7 @@ def test_the_start_up_listing_shows_the_checkpoints_facts(checkpoint: Path) -> N
         ("chat_template.jinja", "{{ a | no }}", CheckpointError, "or set --chat-template to plain, none or a file"),
         ("tokenizer_config.json", "{", CheckpointError, "tokenizer_config.json: not JSON"),
         ("generation_config.json", "{", CheckpointError, "generation_config.json: not JSON"),
-        (
-            "generation_config.json",
-            {"temperature": 1e9},
-            CheckpointError,
-            "temperature must be between 0 and 100",
-        ),
+        ("generation_config.json", {"temperature": 1e9}, CheckpointError, "temperature must be between 0 and 100"),
     ],
 )
 def test_an_unusable_checkpoint_file_is_a_one_line_error(

@@ -142,8 +142,7 @@ def test_an_invalid_body_is_rejected(body: bytes, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 )
 def test_the_prompt_field_becomes_a_list_of_prompts(prompt: Any, prompts: Any) -> None:
     assert list(parse(prompt=prompt).prompts) == prompts

@@ -125,9 +125,7 @@ def test_a_request_that_made_progress_gets_no_strike() -> None:
     assert not request.has_failed
 
 
-def test_a_request_that_kills_three_workers_fails_alone_without_retry(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_request_that_kills_three_workers_fails_alone_without_retry(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         desk = Desk()
         poison = make_request(make_choice("p"))

@@ -128,10 +128,7 @@ def test_buffers_are_bounded_and_a_late_reader_gets_an_error(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("path", "beginning"),
-    [
-        ("/v1/completions", 'data: {"error":'),
-        ("/v1/messages", 'event: error\ndata: {"type":"error","error":'),
-    ],
+    [("/v1/completions", 'data: {"error":'), ("/v1/messages", 'event: error\ndata: {"type":"error","error":')],
 )
 def test_a_reader_that_is_too_slow_gets_an_error_event(
     monkeypatch: pytest.MonkeyPatch, path: str, beginning: str

@@ -10,13 +10,7 @@ import psutil
 import pytest
 
 from service.sandbox import child_process
-from service.sandbox.child_process import (
-    BoundedProcess,
-    ProcessEnded,
-    ProcessKilled,
-    ProcessLimits,
-    ProcessNotStarted,
-)
+from service.sandbox.child_process import BoundedProcess, ProcessEnded, ProcessKilled, ProcessLimits, ProcessNotStarted
 from tests.e2e.process import wait_until
 
 

@@ -32,10 +32,7 @@ def schema_format(**fields: Any) -> dict[str, Any]:
         ({}, None),
         ({"response_format": None, "structured_outputs": None}, None),
         ({"response_format": {"type": "text"}}, None),
-        (
-            {"response_format": {"type": "json_object"}},
-            OutputConstraint("json", {"type": "object"}, "response_format"),
-        ),
+        ({"response_format": {"type": "json_object"}}, OutputConstraint("json", {"type": "object"}, "response_format")),
         (
             {"response_format": schema_format(description="x", strict=True)},
             OutputConstraint("json", SCHEMA, "response_format.json_schema.schema"),

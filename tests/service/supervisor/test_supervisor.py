@@ -84,10 +84,7 @@ class Bench:
         self.settings = cast(Any, values)
         self.slots = [
             WorkerSlot(
-                state,
-                self._begin,
-                name=f"worker {index}" if num_workers > 1 else "the worker",
-                clock=lambda: self.now,
+                state, self._begin, name=f"worker {index}" if num_workers > 1 else "the worker", clock=lambda: self.now
             )
             for index, state in enumerate(self.states)
         ]

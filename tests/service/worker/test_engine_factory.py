@@ -56,12 +56,7 @@ def test_auto_on_a_cpu_is_float32_and_room_for_every_running_sequence(
 
 @pytest.mark.parametrize(("cpus", "native", "pytorch"), [(1, 1, 1), (2, 2, 1), (8, 8, 7)])
 def test_auto_threads_are_all_cpus_for_native_kernels_only(
-    manifest: Manifest,
-    tiny_checkpoint: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cpus: int,
-    native: int,
-    pytorch: int,
+    manifest: Manifest, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cpus: int, native: int, pytorch: int
 ) -> None:
     monkeypatch.setattr(engine_factory, "usable_cpus", lambda: cpus)
     for attention, threads in (("native", native), ("sdpa", pytorch)):

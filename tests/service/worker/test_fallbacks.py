@@ -44,11 +44,7 @@ def has_triton(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_a_gpu_without_triton_has_fallbacks(has_triton: bool) -> None:
     quantization = Quantization("int8", object() if has_triton else None)
     attending = FAST if has_triton else dataclasses.replace(FAST, left_out=(f"triton: {TRITON}",))
-    expected = (
-        f"attention kernel triton: {TRITON}",
-        f"fused kernels: {TRITON}",
-        f"int8 kernel for few rows: {TRITON}",
-    )
+    expected = (f"attention kernel triton: {TRITON}", f"fused kernels: {TRITON}", f"int8 kernel for few rows: {TRITON}")
     assert found("cuda", attending, quantization=quantization) == (() if has_triton else expected)
 
 

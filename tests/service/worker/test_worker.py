@@ -115,12 +115,7 @@ class Bench:
     def make_engine_loop(self, **more: Any) -> EngineLoop:
         engine: Any = self.engine
         return EngineLoop(
-            engine,
-            receive=self._receive,
-            send=self._send,
-            send_now=self.sent_now.append,
-            beat=self._beat,
-            **more,
+            engine, receive=self._receive, send=self._send, send_now=self.sent_now.append, beat=self._beat, **more
         )
 
     def _beat(self) -> None:

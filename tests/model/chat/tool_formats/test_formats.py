@@ -28,7 +28,7 @@ each_tokenizer = pytest.mark.parametrize("has_marks", [True, False], ids=["marks
 
 
 @each_format
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(case=tools_and_calls(), cuts=CUTS)
 def test_written_calls_are_accepted_and_parsed(
     name: str, case: tuple[list[ToolSchema], Calls], cuts: list[int]
@@ -46,7 +46,7 @@ def test_written_calls_are_accepted_and_parsed(
 
 
 @each_format
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(tools=tool_lists(), seed=st.integers(0, 2**32))
 def test_random_calls_of_the_grammar_are_valid(name: str, tools: list[ToolSchema], seed: int) -> None:
     form = TOOL_FORMATS[name]
