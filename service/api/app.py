@@ -228,7 +228,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         context = self.context
         gc.freeze()  # scanning the startup objects for garbage would stall every stream
         while True:
-            context.lifecycle.record_api_heartbeat()
+            context.lifecycle.num_api_beats.value += 1
             await asyncio.sleep(_TICK_SECONDS)
             context.lifecycle.end_if_orphaned()
             context.response_store.discard_expired()
