@@ -137,14 +137,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
                 encode = partial(parser.encode, text, begin=asked.add_special_tokens is not False)
                 token_ids = await call(encode, in_thread=len(text) > MAX_INLINE_CHARACTERS)
             case messages:
-                token_ids = await self.context.chat.encode(
-                    messages,
-                    add_generation_prompt=asked.adds_generation_prompt,
-                    continue_final_message=bool(asked.continue_final_message),
-                    more=asked.chat_template_kwargs,
-                    tools=asked.tools or (),
-                    add_special_tokens=asked.add_special_tokens is True,
-                )
+                token_ids = await self.context.chat.encode(asked, messages)
         names = [format_token_name(tokenizer, i) for i in token_ids] if asked.return_token_strs else None
         return json_response(
             responses.Tokenized(

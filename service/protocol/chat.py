@@ -127,7 +127,30 @@ def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bo
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ConversationFields(RequestModel):
+    """Fields about the prompt of a conversation, common to chat completions and `/tokenize`."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """True if the prompt ends with the header of a new assistant message.
+
+        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
+        """
+        asked = self.add_generation_prompt
+        if asked and self.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message must not both be true; leave out one of them",
+                param="continue_final_message",
+            )
+        return not self.continue_final_message if asked is None else asked
+
+
+class ChatCompletionRequest(GenerationRequest, ConversationFields):
     """Body of `POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {
@@ -139,12 +162,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: Effort | None = None
@@ -193,26 +212,8 @@ class ChatCompletionRequest(GenerationRequest):
         """Tools that the completion may call, and True if it must call one. Raises InvalidRequest for invalid tools."""
         return callable_tools(self.tools, self.tool_choice)
 
-    @property
-    def adds_generation_prompt(self) -> bool:
-        """True if the prompt ends with the header of a new assistant message.
 
-        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
-        """
-        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
-
-
-def _adds_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
-    """Return `asked`; if it is None, return `not continue_final_message`. Raises InvalidRequest if both are true."""
-    if asked and continue_final_message:
-        raise InvalidRequest(
-            "add_generation_prompt and continue_final_message must not both be true; leave out one of them",
-            param="continue_final_message",
-        )
-    return not continue_final_message if asked is None else asked
-
-
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(ConversationFields):
     """Body of `POST /tokenize`: a text, or a conversation, which the chat template renders to a text first.
 
     `add_special_tokens` adds the begin-of-text token. The default is true for a text, and false for a conversation,
@@ -225,13 +226,9 @@ class TokenizeRequest(RequestModel):
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
     parse_special: ParseSpecial = None
-    continue_final_message: bool | None = None
     chat_template: None = None  # vLLM's clients send this field; only null is accepted
-    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
 
     def subject(self) -> str | list[Message]:
         """Return the text or the messages to tokenize. Raises InvalidRequest for missing or contradictory fields."""
@@ -255,11 +252,3 @@ class TokenizeRequest(RequestModel):
             raise InvalidRequest("messages must not be empty", param="messages")
         check_messages(self.messages)
         return self.messages
-
-    @property
-    def adds_generation_prompt(self) -> bool:
-        """True if the rendered messages end with the header of a new assistant message.
-
-        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
-        """
-        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
