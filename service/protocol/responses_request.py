@@ -88,18 +88,26 @@ def text_of(content: str | Sequence[InputPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class InputMessage(RequestModel):
-    """Message of the conversation. `type` may be left out."""
+class _StoredItem(RequestModel):
+    """Fields of all input items."""
 
-    type: Literal["message"] = "message"
     id: str | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
     status: Status | None = None
-    phase: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
         """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
+        return self.model_dump(exclude_none=True, exclude={"id"})
+
+
+class InputMessage(_StoredItem):
+    """Message of the conversation. `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    phase: Annotated[Any, Unsupported()] = None
+
+    def stored(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": "input_text"}
         if self.role == "assistant":
             part = {"type": "output_text", "annotations": []}
@@ -108,38 +116,31 @@ class InputMessage(RequestModel):
         return {"type": "message", "role": self.role, "content": content, "status": self.status or "completed"}
 
 
-class InputFunctionCall(RequestModel):
+class InputFunctionCall(_StoredItem):
     """Function call of an earlier response. `arguments` is the JSON text of an object."""
 
     type: Literal["function_call"]
-    id: str | None = None
     call_id: str
     name: str
     arguments: str
-    status: Status | None = None
     namespace: Annotated[Any, Unsupported()] = None
     caller: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
-        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
-        fields = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {"type": self.type, **fields, "status": self.status or "completed"}
+        return {**super().stored(), "status": self.status or "completed"}
 
 
-class InputFunctionOutput(RequestModel):
+class InputFunctionOutput(_StoredItem):
     """Result of a function call, for the model."""
 
     type: Literal["function_call_output"]
-    id: str | None = None
     call_id: str
     output: Content
-    status: Status | None = None
     name: str | None = None
     namespace: Annotated[Any, Unsupported()] = None
     caller: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
-        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
         status = self.status or "completed"
         return {"type": self.type, "call_id": self.call_id, "output": text_of(self.output), "status": status}
 
@@ -151,19 +152,16 @@ class ReasoningPart(RequestModel):
     text: str
 
 
-class InputReasoning(RequestModel):
+class InputReasoning(_StoredItem):
     """Reasoning of an earlier response. Chat templates that read reasoning get `content`, or `summary` without it."""
 
     type: Literal["reasoning"]
-    id: str | None = None
     summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
     encrypted_content: str | None = None
-    status: Status | None = None
 
     def stored(self) -> dict[str, Any]:
-        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
-        return {"summary": [], **self.model_dump(exclude_none=True, exclude={"id"})}
+        return {"summary": [], **super().stored()}
 
 
 InputItem: TypeAlias = InputMessage | InputFunctionCall | InputFunctionOutput | InputReasoning
