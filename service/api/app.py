@@ -103,7 +103,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             if route.handler:
                 # Metric collectors and probes send HEAD to test a route.
                 methods = ["GET", "HEAD"] if route.method == "GET" else [route.method]
-                self.add_endpoint(route.path, attrgetter(route.handler)(self), methods)
+                handler = attrgetter(route.handler)(self)
+                handler = self.context.resumable(handler) if route.is_resumable else handler
+                self.add_endpoint(route.path, handler, methods)
 
     # Routes that need no engine.
 

@@ -33,10 +33,7 @@ class ResponsesApi:
             max_bytes=settings.response_store_size, keep_seconds=settings.response_store_seconds
         )
 
-    async def create(self, request: Request) -> Response:
-        return await self._context.respond(request, self._create)
-
-    async def _create(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+    async def create(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = ResponsesRequest.parse(body)
         tenant = _tenant(request)
         earlier: list[dict[str, Any]] = []
