@@ -75,7 +75,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
             num_workers=len(workers),
-            observe_error=metrics.observe_retry_after_error,
+            observe_error=partial(metrics.observe, "retry_after_error_seconds"),
         )
         engine_client = EngineClient(
             workers=workers,
@@ -195,12 +195,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         for worker in workers:
             if not worker.state.is_ready:
                 self._metrics.forget_engine(worker.index)
-            self._metrics.set_worker_ready(worker.index, worker.takes_requests)
+            self._metrics.set_gauge("worker_ready", worker.takes_requests, str(worker.index))
         self._metrics.set_worker_restarts(
             signal=sum(worker.state.num_killed.value for worker in workers),
             exit=sum(worker.state.num_exited.value for worker in workers),
         )
-        self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
+        self._metrics.set_gauge("api_requests", lifecycle.num_active.value)
+        self._metrics.set_gauge("api_tasks", len(asyncio.all_tasks()))
         if num_loaded := len(list(self.context.adapters)):
             running, waiting = (self.context.engine_client.adapter_names(has_started=each) for each in (True, False))
             scraped_at = time.time()

@@ -130,7 +130,7 @@ class Delivery(Response, ABC):
                 self._last_token_seconds[choice.index] = now
                 if last is None:
                     self._first_token_seconds[choice.index] = last = now
-                    self._metrics.observe_first_token(now - self._request.arrival_seconds)
+                    self._metrics.observe("time_to_first_token_seconds", now - self._request.arrival_seconds)
                     count -= 1
                 if count:
                     self._metrics.observe_inter_token((now - last) / count, count)
