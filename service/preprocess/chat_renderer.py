@@ -93,10 +93,10 @@ class ChatPrompts:
         tools, must_call = asked.callable_tools
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)
         if strict is not None and form.is_plain:
-            raise InvalidRequest(
-                f"tools: {strict!r} is strict, but the model's format of tool calls is unknown; leave out strict, or "
+            raise InvalidRequest.of(
+                "tools",
+                f": {strict!r} is strict, but the model's format of tool calls is unknown; leave out strict, or "
                 "start the server with --tool-format",
-                param="tools",
             )
         more = dict(asked.chat_template_kwargs or {})
         effort = asked.reasoning_effort
@@ -161,15 +161,14 @@ class ChatPrompts:
         )
         num_characters = sum(len(message["content"]) for message in variables["messages"])
         if num_characters > MAX_CHARACTERS:  # of a chain of stored responses, since a body is smaller
-            raise InvalidRequest(
-                f"messages: the conversation has {num_characters} characters, over the limit of {MAX_CHARACTERS}; "
+            raise InvalidRequest.of(
+                "messages",
+                f": the conversation has {num_characters} characters, over the limit of {MAX_CHARACTERS}; "
                 "begin a new one",
-                param="messages",
             )
         if taken := [name for name in more if name in variables]:
-            raise InvalidRequest(
-                f"chat_template_kwargs: the variable {taken[0]} is set by the server; leave it out",
-                param="chat_template_kwargs",
+            raise InvalidRequest.of(
+                "chat_template_kwargs", f": the variable {taken[0]} is set by the server; leave it out"
             )
         continues = bool(asked.continue_final_message)
         return await self._executor.run(partial(self._encode, variables, more, continues=continues))

@@ -77,15 +77,15 @@ def check_messages(messages: Sequence[Message]) -> None:
         place = f"messages[{number}]"
         if message.role == "tool" and message.tool_call_id not in call_ids:
             problem = "is required" if message.tool_call_id is None else "names no tool call of an earlier message"
-            param = f"{place}.tool_call_id"
-            raise InvalidRequest(f"{param} {problem}; send the id of the call", param=param)
+            raise InvalidRequest.of(f"{place}.tool_call_id", f" {problem}; send the id of the call")
         if message.tool_calls:
             if message.role != "assistant":
-                param = f"{place}.tool_calls"
-                raise InvalidRequest(f"{param}: only assistant messages have tool calls; leave it out", param=param)
+                raise InvalidRequest.of(
+                    f"{place}.tool_calls", ": only assistant messages have tool calls; leave it out"
+                )
             call_ids.update(call.id for call in message.tool_calls)
         elif message.content is None and message.role != "assistant":
-            raise InvalidRequest(f"{place}.content is required", param=f"{place}.content")
+            raise InvalidRequest.of(f"{place}.content", " is required")
 
 
 def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bool) -> list[dict[str, Any]]:
@@ -103,10 +103,9 @@ def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bo
             arguments: Any = call.function.arguments
             if (parsed := call.function.parsed_arguments()) is None:
                 place = f"messages[{number}].tool_calls"
-                raise InvalidRequest(
-                    f"{place}: the arguments of a call must be a JSON object as text, with at most 20,000 lists and "
-                    "objects",
-                    param=place,
+                raise InvalidRequest.of(
+                    place,
+                    ": the arguments of a call must be a JSON object as text, with at most 20,000 lists and objects",
                 )
             function = {"name": call.function.name, "arguments": arguments if arguments_are_text else parsed}
             calls.append({"id": call.id, "type": "function", "function": function})
@@ -192,15 +191,12 @@ class ChatCompletionRequest(GenerationRequest, ConversationFields):
         check_messages(self.messages)
         _ = self.callable_tools
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest(
-                "top_logprobs needs logprobs: true; set logprobs, or leave out top_logprobs", param="top_logprobs"
-            )
+            raise InvalidRequest.of("top_logprobs", " needs logprobs: true; set logprobs, or leave out top_logprobs")
         _ = self.adds_generation_prompt
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
-            raise InvalidRequest(
-                f"max_completion_tokens={new} and max_tokens={old} differ; give only one of them",
-                param="max_completion_tokens",
+            raise InvalidRequest.of(
+                "max_completion_tokens", f"={new} and max_tokens={old} differ; give only one of them"
             )
 
     @property
@@ -244,11 +240,11 @@ class TokenizeRequest(ConversationFields):
         subject, other = ("messages", "prompt") if self.prompt is None else ("prompt", "messages")
         for name, value in others.items():
             if value is not None:
-                raise InvalidRequest(f"{name} applies only to {other}, not to {subject}; leave it out", param=name)
+                raise InvalidRequest.of(name, f" applies only to {other}, not to {subject}; leave it out")
         if self.messages is None:
             assert self.prompt is not None
             return self.prompt
         if not self.messages:
-            raise InvalidRequest("messages must not be empty", param="messages")
+            raise InvalidRequest.of("messages", " must not be empty")
         check_messages(self.messages)
         return self.messages

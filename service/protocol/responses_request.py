@@ -219,9 +219,7 @@ class TextFormat(RequestModel):
             return ResponseFormat(type=self.type)
         for name, value in (("name", self.name), ("schema", self.schema_)):
             if value is None:
-                raise InvalidRequest(
-                    f"text.format.{name} is required with type json_schema", param=f"text.format.{name}"
-                )
+                raise InvalidRequest.of(f"text.format.{name}", " is required with type json_schema")
         wanted = JsonSchemaFormat.model_construct(
             name=self.name, schema_=self.schema_, strict=self.strict, description=self.description
         )
@@ -336,7 +334,7 @@ class ResponsesRequest(SamplingRequest):
     def check_fields(self) -> None:
         """Raise InvalidRequest if `background` is true, and `store` is false."""
         if self.background and self.store is False:
-            raise InvalidRequest("background needs store: true; leave out store, or background", param="background")
+            raise InvalidRequest.of("background", " needs store: true; leave out store, or background")
 
     @property
     def items(self) -> Sequence[InputItem]:
@@ -359,7 +357,7 @@ class ResponsesRequest(SamplingRequest):
         if self.instructions is not None:
             messages.insert(0, _message(role="system", content=self.instructions))
         if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(f"input has over {MAX_MESSAGES} messages; shorten the conversation", param="input")
+            raise InvalidRequest.of("input", f" has over {MAX_MESSAGES} messages; shorten the conversation")
         fields = {name: getattr(self, name) for name in _SAME_FIELDS if name in self.model_fields_set}
         streams = bool(self.stream or self.background)
         wanted = None if self.text is None or self.text.format is None else self.text.format.response_format()
@@ -428,14 +426,14 @@ class ResponsesRequest(SamplingRequest):
             return super()._explain(error, body)
         field = str(place[0])
         if field in cls.UNION_ERRORS and len(place) > 1:
-            return InvalidRequest(f"{field} {cls.UNION_ERRORS[field]}", param=field)
+            return InvalidRequest.of(field, f" {cls.UNION_ERRORS[field]}")
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{str(part)[:100]}" for part in place)[1:]
         problem = "is required" if kind == "missing" else reword(kind, first["msg"])
         if kind == "union_tag_invalid":
             problem = "has an unknown type; send messages, function_call, function_call_output or reasoning items"
         if loc[-1] == "@text":
             problem = "must be a string or a list"
-        return InvalidRequest(f"{name} {problem}", param=name)
+        return InvalidRequest.of(name, f" {problem}")
 
 
 def _messages(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> list[Message]:
@@ -451,8 +449,8 @@ def _messages(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> list[
         if isinstance(item, InputFunctionOutput):
             if item.call_id not in call_ids:
                 param = f"input[{number}].call_id"
-                raise InvalidRequest(
-                    f"{param} names no function call of an earlier item; send the call before its output", param=param
+                raise InvalidRequest.of(
+                    param, " names no function call of an earlier item; send the call before its output"
                 )
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
             continue
@@ -486,9 +484,7 @@ def _call(item: InputFunctionCall, number: int) -> PastToolCall:
     function = CalledFunction(name=item.name, arguments=item.arguments)
     if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"
-        raise InvalidRequest(
-            f"{param} must be a JSON object as text, with at most 20,000 lists and objects", param=param
-        )
+        raise InvalidRequest.of(param, " must be a JSON object as text, with at most 20,000 lists and objects")
     return PastToolCall(id=item.call_id, function=function)
 
 
