@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from model.huggingface.family_proofs import read_proofs, write_proofs
+from model.huggingface.families.table import PROOFS_FILE
+from model.io.files import read_json, write_json
 from model.kernels.build import CACHE, BuildError
 from model.kernels.kernel_library import load_kernels
 from model.system.limits import usable_cpus
@@ -126,7 +127,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         for line in table(found):
             terminalreporter.line(line)
         if config.getoption("--families"):
-            write_proofs(updated(read_proofs(), found))
+            write_json(PROOFS_FILE, updated(read_json(PROOFS_FILE), found))
 
 
 @pytest.fixture(autouse=True)

@@ -38,7 +38,6 @@ class PlainEncoding:
     kind: str
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the dtypes and the shape that the only stored tensor may have, by the last part of its name."""
         return {self.kind: (WEIGHT_DTYPES, (shape,))}
 
 
@@ -54,7 +53,6 @@ class GptqEncoding:
     zero_shift: int
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         return {
@@ -75,7 +73,6 @@ class AwqEncoding:
     group_size: int | None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         groups, words = _ceil_divide(inputs, self.group_size or inputs), _ceil_divide(outputs, 8)
         return {
@@ -100,7 +97,6 @@ class PackedEncoding:
     has_offsets: bool = False
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         groups = _ceil_divide(inputs, self.group_size or inputs)
         zeros: Roles = {"weight_zero_point": (_INT32, ((_ceil_divide(outputs, 8), groups),))}
@@ -121,7 +117,6 @@ class Int8Encoding:
     """Format `int-quantized` of compressed-tensors: int8 weights, with a scale for each output or for the matrix."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         return {"weight": (("I8",), (shape,)), "weight_scale": (WEIGHT_DTYPES, ((shape[0], 1), (1,), ()))}
 
 
@@ -137,7 +132,6 @@ class Fp8Encoding:
     block: tuple[int, int] | None = None
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the dtypes and shapes that each stored tensor of a matrix may have, by the last part of its name."""
         outputs, inputs = shape
         shapes: tuple[tuple[int, ...], ...] = (outputs, 1), (1,), ()
         if self.block is not None:
@@ -150,7 +144,6 @@ class GgufEncoding:
     """Blocks of quantized numbers in a GGUF file. A tensor's dtype is the name of its block type, such as Q4_K."""
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
-        """Return the dtypes and the shape that the only stored tensor may have, by the last part of its name."""
         return {"weight": (tuple(name for name, kind in TENSOR_TYPES.items() if kind.is_quantized), (shape,))}
 
 

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from model.config import ModelConfig
 from model.config_enums import AttentionKind, NormKind, NormPlacement, PositionKind, QkNormScope
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}  # of the KV-cache, for tables
 _FIELD_OF_LETTER = {
     "V": "vocab_size",
     "n": "max_context_length",

@@ -75,15 +75,15 @@ class Adapters:
         except (OSError, ValueError):
             directory = root
         if root not in directory.parents:
-            raise InvalidRequest(f"lora_path: {path[:200]!r} is not below --lora-dir", param="lora_path")
+            raise InvalidRequest.of("lora_path", f": {path[:200]!r} is not below --lora-dir")
         return directory
 
     def _check_name(self, name: str) -> None:
         processor = self._context.processor
         if name in (processor.model_name, *processor.aliases):
-            raise InvalidRequest(f"lora_name: {name!r} is a name of the base model; choose another", param="lora_name")
+            raise InvalidRequest.of("lora_name", f": {name!r} is a name of the base model; choose another")
         if self._context.adapters.find(name) is not None:
-            raise InvalidRequest(f"lora_name: {name!r} is loaded already; unload it first", param="lora_name")
+            raise InvalidRequest.of("lora_name", f": {name!r} is loaded already; unload it first")
 
     def _read(self, directory: Path) -> Adapter:
         try:
@@ -95,9 +95,9 @@ class Adapters:
         needed = len(self._context.workers) * loading_bytes([adapter.num_bytes])
         free = available_memory_bytes()
         if needed > free:
-            raise InvalidRequest(
-                f"lora_path: this adapter needs {needed >> 20} MiB of memory to load, but {free >> 20} MiB are free; "
+            raise InvalidRequest.of(
+                "lora_path",
+                f": this adapter needs {needed >> 20} MiB of memory to load, but {free >> 20} MiB are free; "
                 "free memory, or unload another adapter",
-                param="lora_path",
             )
         return adapter

@@ -75,7 +75,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             max_waiting_requests=settings.max_waiting_requests,
             max_waiting_tokens=settings.max_waiting_tokens,
             num_workers=len(workers),
-            observe_error=metrics.observe_retry_after_error,
+            observe_error=partial(metrics.observe, "retry_after_error_seconds"),
         )
         engine_client = EngineClient(
             workers=workers,
@@ -103,7 +103,9 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
             if route.handler:
                 # Metric collectors and probes send HEAD to test a route.
                 methods = ["GET", "HEAD"] if route.method == "GET" else [route.method]
-                self.add_endpoint(route.path, attrgetter(route.handler)(self), methods)
+                handler = attrgetter(route.handler)(self)
+                handler = self.context.resumable(handler) if route.is_resumable else handler
+                self.add_endpoint(route.path, handler, methods)
 
     # Routes that need no engine.
 
@@ -137,14 +139,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
                 encode = partial(parser.encode, text, begin=asked.add_special_tokens is not False)
                 token_ids = await call(encode, in_thread=len(text) > MAX_INLINE_CHARACTERS)
             case messages:
-                token_ids = await self.context.chat.encode(
-                    messages,
-                    add_generation_prompt=asked.adds_generation_prompt,
-                    continue_final_message=bool(asked.continue_final_message),
-                    more=asked.chat_template_kwargs,
-                    tools=asked.tools or (),
-                    add_special_tokens=asked.add_special_tokens is True,
-                )
+                token_ids = await self.context.chat.encode(asked, messages)
         names = [format_token_name(tokenizer, i) for i in token_ids] if asked.return_token_strs else None
         return json_response(
             responses.Tokenized(
@@ -200,12 +195,13 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         for worker in workers:
             if not worker.state.is_ready:
                 self._metrics.forget_engine(worker.index)
-            self._metrics.set_worker_ready(worker.index, worker.takes_requests)
+            self._metrics.set_gauge("worker_ready", worker.takes_requests, str(worker.index))
         self._metrics.set_worker_restarts(
             signal=sum(worker.state.num_killed.value for worker in workers),
             exit=sum(worker.state.num_exited.value for worker in workers),
         )
-        self._metrics.observe_api(num_requests=lifecycle.num_active.value, num_tasks=len(asyncio.all_tasks()))
+        self._metrics.set_gauge("api_requests", lifecycle.num_active.value)
+        self._metrics.set_gauge("api_tasks", len(asyncio.all_tasks()))
         if num_loaded := len(list(self.context.adapters)):
             running, waiting = (self.context.engine_client.adapter_names(has_started=each) for each in (True, False))
             scraped_at = time.time()
@@ -228,7 +224,7 @@ class Frontend(LitSpec):  # type: ignore[misc]  # litserve has no types
         context = self.context
         gc.freeze()  # scanning the startup objects for garbage would stall every stream
         while True:
-            context.lifecycle.record_api_heartbeat()
+            context.lifecycle.num_api_beats.value += 1
             await asyncio.sleep(_TICK_SECONDS)
             context.lifecycle.end_if_orphaned()
             context.response_store.discard_expired()

@@ -132,8 +132,8 @@ class Inspection:
         """
         processor = self._context.processor
         if processor.adapter_key(asked.model):
-            raise errors.InvalidRequest(
-                "model: attention is computed for the base model only; name the base model", param="model"
+            raise errors.InvalidRequest.of(
+                "model", ": attention is computed for the base model only; name the base model"
             )
         num_layers, num_heads = self._config.num_layers, self._config.num_heads
         heads = tuple(range(num_heads)) if asked.head in ("all", None) else (int(asked.head),)

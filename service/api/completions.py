@@ -32,11 +32,13 @@ class Completions:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
-    async def complete_prompt(self, request: Request) -> Response:
-        return await self._context.respond(request, partial(self._respond, CompletionRequest, CompletionBuilder))
+    async def complete_prompt(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+        asked = CompletionRequest.parse(body)
+        return await self.complete(asked, CompletionBuilder, request, arrival_seconds=arrival_seconds, size=len(body))
 
-    async def complete_chat(self, request: Request) -> Response:
-        return await self._context.respond(request, partial(self._respond, ChatCompletionRequest, ChatBuilder))
+    async def complete_chat(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+        asked = ChatCompletionRequest.parse(body)
+        return await self.complete(asked, ChatBuilder, request, arrival_seconds=arrival_seconds, size=len(body))
 
     async def render_prompt(self, request: Request) -> Response:
         """Handle `POST /v1/completions/render`. Return each prompt's token ids and parameters, and generate nothing."""
@@ -63,19 +65,7 @@ class Completions:
             for choice in choices[:: asked.num_samples]
         ]
 
-    async def _respond(
-        self,
-        model: type[Asked],
-        builder: type[ResponseBuilder],
-        request: Request,
-        body: bytes,
-        arrival_seconds: float,
-    ) -> Response:
-        return await self.complete(model.parse(body), builder, request, arrival_seconds=arrival_seconds, size=len(body))
-
-    async def _plan(
-        self, asked: CompletionRequest | ChatCompletionRequest, arrival_seconds: float, *, size: int
-    ) -> tuple[list[Choice], ChatPlan | None]:
+    async def _plan(self, asked: Asked, arrival_seconds: float, *, size: int) -> tuple[list[Choice], ChatPlan | None]:
         """Return the choices to submit for a request, and its `ChatPlan`, None for a request without a conversation.
 
         Raises an `ApiError` if the request is invalid, or if it cannot be prepared, as when too many requests wait for
@@ -91,7 +81,7 @@ class Completions:
 
     async def complete(
         self,
-        asked: CompletionRequest | ChatCompletionRequest,
+        asked: Asked,
         builder: type[ResponseBuilder],
         request: Request,
         *,

@@ -72,19 +72,23 @@ class ApiContext:
         """Return a request's body. Raises an `ApiError` for one that is compressed or over `--max-body-size` bytes."""
         return await read_body(request, max_bytes=self.settings.max_body_size)
 
-    async def respond(self, request: Request, respond: Respond) -> Response:
-        """Return `respond`'s response to a request, or for a retry the buffered response to the first attempt.
+    def resumable(self, respond: Respond) -> Callable[[Request], Awaitable[Response]]:
+        """Return a route handler that returns `respond`'s response, or for a retry the first attempt's, as buffered.
 
-        Raises `Draining` instead of calling `respond` while the service is shutting down.
+        The handler raises `Draining` instead of calling `respond` while the service is shutting down.
         """
-        arrival_seconds = time.monotonic()
-        body = await self.read_body(request)
 
-        async def make() -> Response:
-            self.reject_when_draining()
-            return await respond(request, body, arrival_seconds)
+        async def handle(request: Request) -> Response:
+            arrival_seconds = time.monotonic()
+            body = await self.read_body(request)
 
-        return await self.response_store.answer(request, body, make)
+            async def make() -> Response:
+                self.reject_when_draining()
+                return await respond(request, body, arrival_seconds)
+
+            return await self.response_store.answer(request, body, make)
+
+        return handle
 
     def reject_when_draining(self) -> None:
         """Raise `Draining` if the service is shutting down and accepts no new requests."""

@@ -17,6 +17,7 @@ from model.sampling.params import SamplingParams
 from service.admission.controller import QueuePolicy, read_queue_policy
 from service.api.context import ApiContext, call
 from service.api.streaming import Delivery
+from service.config.settings import ServeSettings
 from service.http.connection import ChunkedBody
 from service.ipc.messages import Pooling, Submit, TokenDelta
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
@@ -36,10 +37,7 @@ class Embeddings:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
-    async def embed(self, request: Request) -> Response:
-        return await self._context.respond(request, self._respond)
-
-    async def _respond(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+    async def embed(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = EmbeddingRequest.parse(body)
         terms = read_queue_policy(request, asked.timeout, self._context.settings)
         plan = partial(self._plan, asked, terms, arrival_seconds)
@@ -61,13 +59,11 @@ class Embeddings:
         if dimensions is not None and dimensions > width:
             message = f"dimensions={dimensions} is over the {width} dimensions of this model; lower dimensions"
             raise InvalidRequest(message, param="dimensions")
+        num_kept, room = asked.truncate_prompt_tokens, processor.max_context_length
         choices = []
         for index, text in enumerate(inputs):
-            token_ids = processor.encode_prompt(
-                text, "input", max_tokens=processor.max_context_length, num_kept=asked.truncate_prompt_tokens
-            )
-            submit = embedding_submit(token_ids, arrival_seconds, Pooling(settings.embedding_pooling), adapter=adapter)
-            choices.append(Choice(index=index, prompt_index=index, prompt_text="", submit=submit))
+            token_ids = processor.encode_prompt(text, "input", max_tokens=room, num_kept=num_kept)
+            choices.append(embedding_choice(index, token_ids, arrival_seconds, settings, adapter=adapter))
         return split_request(choices, terms, arrival_seconds, max_group=settings.max_num_running)
 
 
@@ -84,15 +80,19 @@ class GroupedBody(Delivery):
         self.model = model
         self._groups = groups
         self._context = context
+        self._vectors: dict[int, bytes] = {}  # embeddings, by the choice's index
+        num_tokens = sum(choice.num_prompt_tokens for choice in self.choices)
+        self._usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
     @property
     def choices(self) -> list[Choice]:
         """Choices of all groups, including the follow-up groups added so far."""
         return [choice for group in self._groups for choice in group.choices]
 
-    @abstractmethod
     def _receive(self, choice: Choice, delta: TokenDelta) -> None:
-        """Store the result of a sequence, such as its embedding. The sequence has one delta, which has the result."""
+        """Store the result of a sequence, which is its embedding. The sequence has one delta, which has the result."""
+        assert delta.embedding is not None
+        self._vectors[choice.index] = delta.embedding
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
         """Return a further group to submit if the results so far are not enough, else None. Subclasses override it."""
@@ -144,37 +144,34 @@ class EmbeddingBody(GroupedBody):
     def __init__(self, groups: list[InflightRequest], asked: EmbeddingRequest, context: ApiContext) -> None:
         super().__init__(groups, context, model=asked.model)
         self._asked = asked
-        self._vectors: dict[int, bytes] = {}
-
-    def _receive(self, choice: Choice, delta: TokenDelta) -> None:
-        assert delta.embedding is not None
-        self._vectors[choice.index] = delta.embedding
 
     def _encode(self) -> bytes:
         vectors = [self._vectors[index] for index in range(len(self._vectors))]
         written = write_vectors(vectors, dimensions=self._asked.dimensions, as_text=self._asked.encoding_format)
-        num_tokens = sum(choice.num_prompt_tokens for group in self._groups for choice in group.choices)
         # Vectors are encoded one by one: encoding holds the GIL, which streams need meanwhile.
         data = [Raw(encode(Embedding(index=index, embedding=vector))) for index, vector in enumerate(written)]
         return encode(
             EmbeddingList(
                 data=data,  # type: ignore[arg-type]
                 model=self._context.processor.response_name(self.model),
-                usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+                usage=self._usage,
             )
         )
 
 
-def embedding_submit(token_ids: Sequence[int], arrival_seconds: float, pooling: Pooling, *, adapter: str) -> Submit:
-    """Return the engine command, with a new uid, to compute the embedding of a text's token ids."""
-    return Submit(
+def embedding_choice(
+    index: int, token_ids: Sequence[int], arrival_seconds: float, settings: ServeSettings, *, adapter: str
+) -> Choice:
+    """Return a choice, with a new uid, that computes the embedding of a text's token ids."""
+    submit = Submit(
         uid=uuid.uuid4().hex,
         prompt_token_ids=tuple(token_ids),
         params=SamplingParams(max_tokens=0),
         arrival_seconds=arrival_seconds,
-        pooling=pooling,
+        pooling=Pooling(settings.embedding_pooling),
         adapter=adapter,
     )
+    return Choice(index=index, prompt_index=index, prompt_text="", submit=submit)
 
 
 def split_request(

@@ -17,10 +17,7 @@ class Messages:
         self._context = context
         self._completions = completions
 
-    async def create(self, request: Request) -> Response:
-        return await self._context.respond(request, self._create)
-
-    async def _create(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+    async def create(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = MessagesRequest.parse(body)
         response = await self._completions.complete(
             asked.chat(),

@@ -62,7 +62,8 @@ class RouteEntry:
     is_list: the response is a JSON list of `content`.
     event: class of each event's data, if the response can be a stream.
     request: model of the JSON request body, if the route reads a body.
-    errors: classes of error responses, besides the errors that every route can return.
+    errors: classes of error responses, besides the errors that every route can return. Those of `_RESUMABLE` mark a
+        route whose handler `ApiContext.resumable` makes.
     examples: example request bodies by name.
     """
 
@@ -76,6 +77,10 @@ class RouteEntry:
     errors: Errors = ()
     is_list: bool = False
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_resumable(self) -> bool:
+        return errors.IdempotencyKeyReused in self.errors
 
 
 ROUTES = (
@@ -320,7 +325,7 @@ def _operation(route: RouteEntry) -> dict[str, Any]:
     parameters = [_ID] if "{response_id}" in route.path else []
     parameters += [_parameter("model_id", "Model or alias", place="path", type="string")] if "{m" in route.path else []
     parameters += _QUERIES.get(route.handler, [])
-    parameters += _RESUME_HEADERS if errors.IdempotencyKeyReused in route.errors else []
+    parameters += _RESUME_HEADERS if route.is_resumable else []
     parameters += [_TIMEOUT_HEADER] if errors.QueueTimeout in route.errors else []
     operation: dict[str, Any] = {"summary": route.summary, "parameters": parameters, "responses": answers}
     if route.request is not None:
@@ -338,34 +343,19 @@ def _content(route: RouteEntry) -> dict[str, Any]:
     content = _json(route.content)
     if route.is_list:
         content["application/json"]["schema"] = {"type": "array", "items": content["application/json"]["schema"]}
-    if route.event in (model_responses.ModelResponseEvent, messages.MessageEvent):
-        kinds = [route.event, *([messages.MessagesErrorBody] if route.event is messages.MessageEvent else [])]
-        content["text/event-stream"] = {
-            "schema": {
-                "description": "one event of the stream",
-                "type": "object",
-                "required": ["event", "data"],
-                "properties": {
-                    "event": {"type": "string"},
-                    "data": {
-                        "type": "string",
-                        "contentMediaType": "application/json",
-                        "contentSchema": {"anyOf": [{"$ref": _REF + kind.__name__} for kind in kinds]},
-                    },
-                },
-            }
-        }
-    elif route.event is not None:
+    if route.event is not None:
         # The schema describes one event, because OpenAPI before 3.2 has no streams.
-        data = [{"$ref": _REF + kind.__name__} for kind in (route.event, responses.ErrorBody)]
-        event = {"contentMediaType": "application/json", "contentSchema": {"anyOf": data}}
-        schema = {
-            "description": "one event of the stream; the last event is [DONE]",
-            "type": "object",
-            "required": ["data"],
-            "properties": {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, event]}},
-        }
-        content["text/event-stream"] = {"schema": schema}
+        has_own_error = route.event is model_responses.ModelResponseEvent
+        kinds = [route.event] if has_own_error else [route.event, _error_body(route)]
+        refs = [{"$ref": _REF + kind.__name__} for kind in kinds]
+        data: dict[str, Any] = {"contentMediaType": "application/json", "contentSchema": {"anyOf": refs}}
+        schema: dict[str, Any] = {"description": "one event of the stream", "type": "object"}
+        if has_own_error or route.event is messages.MessageEvent:
+            schema["properties"] = {"event": {"type": "string"}, "data": {"type": "string", **data}}
+        else:
+            schema["description"] += "; the last event is [DONE]"
+            schema["properties"] = {"data": {"type": "string", "anyOf": [{"const": "[DONE]"}, data]}}
+        content["text/event-stream"] = {"schema": {**schema, "required": list(schema["properties"])}}
     return content
 
 

@@ -33,10 +33,7 @@ class ResponsesApi:
             max_bytes=settings.response_store_size, keep_seconds=settings.response_store_seconds
         )
 
-    async def create(self, request: Request) -> Response:
-        return await self._context.respond(request, self._create)
-
-    async def _create(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+    async def create(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = ResponsesRequest.parse(body)
         tenant = _tenant(request)
         earlier: list[dict[str, Any]] = []
@@ -69,9 +66,8 @@ class ResponsesApi:
         """
         record = self.store.get(response_id, tenant, param="previous_response_id")
         if not record.is_finished:
-            raise InvalidRequest(
-                f"previous_response_id: the response {response_id} is not finished; wait for it, or cancel it",
-                param="previous_response_id",
+            raise InvalidRequest.of(
+                "previous_response_id", f": the response {response_id} is not finished; wait for it, or cancel it"
             )
         return record.conversation()
 
@@ -84,9 +80,8 @@ class ResponsesApi:
         if asked.store is False or not self.store.is_on:
             if asked.store or asked.background:
                 param = "store" if asked.store else "background"
-                raise InvalidRequest(
-                    f"{param}: this server stores no responses (--response-store-seconds 0); leave out {param}",
-                    param=param,
+                raise InvalidRequest.of(
+                    param, f": this server stores no responses (--response-store-seconds 0); leave out {param}"
                 )
             return None
         loop = asyncio.get_running_loop()
@@ -125,16 +120,14 @@ class ResponsesApi:
         """
         record = self.store.get(response_id, _tenant(request))
         if (streams := request.query_params.get("stream", "false").lower()) not in ("true", "false"):
-            raise InvalidRequest("stream must be true or false", param="stream")
+            raise InvalidRequest.of("stream", " must be true or false")
         if streams == "false":
             return _json(record.body)
         if record.events is None:
-            raise InvalidRequest(
-                "stream: only the events of a background response are kept; leave out stream", param="stream"
-            )
+            raise InvalidRequest.of("stream", ": only the events of a background response are kept; leave out stream")
         start = _number(request, "starting_after", -1, least=0, most=10**9) + 1
         if start > record.events.num_parts:
-            raise InvalidRequest("starting_after is after the last event; send a lower number", param="starting_after")
+            raise InvalidRequest.of("starting_after", " is after the last event; send a lower number")
         if not record.events.has(start):
             raise ResponseGone("the events after starting_after are no longer stored; leave out stream")
         return BufferedResponseReplay(record.events, start=start, is_again=False)
@@ -166,15 +159,13 @@ class ResponsesApi:
         limit = _number(request, "limit", 20, least=1, most=100)
         order, after = request.query_params.get("order", "desc"), request.query_params.get("after")
         if order not in ("asc", "desc"):
-            raise InvalidRequest('order must be "asc" or "desc"', param="order")
+            raise InvalidRequest.of("order", ' must be "asc" or "desc"')
         items: list[dict[str, Any]] = msgspec.json.decode(record.items)
         items = items if order == "asc" else items[::-1]
         if after is not None:
             ids = [item["id"] for item in items]
             if after not in ids:
-                raise InvalidRequest(
-                    "after: no input item of the response has this id; send the id of one", param="after"
-                )
+                raise InvalidRequest.of("after", ": no input item of the response has this id; send the id of one")
             items = items[ids.index(after) + 1 :]
         page = items[:limit]
         ends = [item["id"] for item in (*page[:1], *page[-1:])] or [None, None]
@@ -200,7 +191,7 @@ def _number(request: Request, name: str, default: int, *, least: int, most: int)
     if text is None:
         return default
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and least <= int(text) <= most):
-        raise InvalidRequest(f"{name} must be a whole number from {least} to {most}", param=name)
+        raise InvalidRequest.of(name, f" must be a whole number from {least} to {most}")
     return int(text)
 
 

@@ -20,8 +20,8 @@ from starlette.responses import Response
 from model.sampling.params import MAX_LOGPROBS, SamplingParams
 from service.admission.controller import QueuePolicy, read_queue_policy
 from service.api.context import ApiContext, call
-from service.api.embeddings import GroupedBody, embedding_submit, split_request
-from service.ipc.messages import Pooling, Submit, TokenDelta
+from service.api.embeddings import GroupedBody, embedding_choice, split_request
+from service.ipc.messages import Submit, TokenDelta
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.preprocess.rerank_prompt import RerankPrompt
 from service.protocol.embeddings import EmbeddingUsage
@@ -54,13 +54,7 @@ class Scores:
     def __init__(self, context: ApiContext) -> None:
         self._context = context
 
-    async def score(self, request: Request) -> Response:
-        return await self._context.respond(request, self._score)
-
-    async def rerank(self, request: Request) -> Response:
-        return await self._context.respond(request, self._rerank)
-
-    async def _score(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+    async def score(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = ScoreRequest.parse(body)
 
         def write(scores: list[float], usage: EmbeddingUsage) -> ScoreList:
@@ -70,7 +64,7 @@ class Scores:
 
         return await self._respond(request, asked, arrival_seconds, write)
 
-    async def _rerank(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
+    async def rerank(self, request: Request, body: bytes, arrival_seconds: float) -> Response:
         asked = RerankRequest.parse(body)
 
         def write(scores: list[float], usage: EmbeddingUsage) -> Ranking:
@@ -108,21 +102,15 @@ class Scores:
         self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float, *, adapter: str
     ) -> list[Choice]:
         """Return for each text a choice that computes its embedding: first the queries, then the documents."""
-        processor, pooling = self._context.processor, Pooling(self._context.settings.embedding_pooling)
+        processor, settings = self._context.processor, self._context.settings
         texts = [(text, pairs.query_param) for text in pairs.queries]
         texts += [(text, pairs.document_param) for text in pairs.documents]
-        return [
-            _choice(
-                index,
-                embedding_submit(
-                    processor.encode_prompt(text, param, max_tokens=processor.max_context_length, num_kept=num_kept),
-                    arrival_seconds,
-                    pooling,
-                    adapter=adapter,
-                ),
-            )
-            for index, (text, param) in enumerate(texts)
-        ]
+        choices = []
+        for index, (text, param) in enumerate(texts):
+            room = processor.max_context_length
+            token_ids = processor.encode_prompt(text, param, max_tokens=room, num_kept=num_kept)
+            choices.append(embedding_choice(index, token_ids, arrival_seconds, settings, adapter=adapter))
+        return choices
 
     def _yes_no_choices(
         self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float, *, adapter: str
@@ -143,7 +131,7 @@ class Scores:
             if (num_tokens := num_tokens + len(token_ids)) > _MAX_TOKENS:
                 message = f"the prompts of all pairs have over {_MAX_TOKENS} tokens; send fewer documents per request"
                 raise InvalidRequest(message, param=pairs.document_param)
-            choices.append(_choice(index, _answer_submit(token_ids, rerank.yes_id, arrival_seconds, adapter)))
+            choices.append(_answer_choice(index, token_ids, rerank.yes_id, arrival_seconds, adapter))
         return choices
 
 
@@ -153,11 +141,9 @@ class ScoreBody(GroupedBody):
     def __init__(self, groups: list[InflightRequest], write: Write, context: ApiContext) -> None:
         super().__init__(groups, context)
         self._write = write
-        self._num_tokens = sum(choice.num_prompt_tokens for group in groups for choice in group.choices)
 
     def _encode(self) -> bytes:
-        usage = EmbeddingUsage(prompt_tokens=self._num_tokens, total_tokens=self._num_tokens)
-        return encode(self._write(self._scores(), usage))
+        return encode(self._write(self._scores(), self._usage))
 
     @abstractmethod
     def _scores(self) -> list[float]: ...
@@ -169,11 +155,6 @@ class SimilarityBody(ScoreBody):
     def __init__(self, groups: list[InflightRequest], pairs: TextPairs, write: Write, context: ApiContext) -> None:
         super().__init__(groups, write, context)
         self._pairs = pairs
-        self._vectors: dict[int, bytes] = {}
-
-    def _receive(self, choice: Choice, delta: TokenDelta) -> None:
-        assert delta.embedding is not None
-        self._vectors[choice.index] = delta.embedding
 
     def _scores(self) -> list[float]:
         joined = b"".join(self._vectors[index] for index in range(len(self._vectors)))
@@ -218,13 +199,14 @@ class YesNoBody(ScoreBody):
             self._no[choice.index] = no
 
     def _follow_up(self, group: InflightRequest) -> InflightRequest | None:
-        missing = [(choice.index, choice.submit) for choice in group.choices if choice.index not in self._no]
-        if not missing:
-            return None
+        no_id, arrival = self._rerank.no_id, group.arrival_seconds
         choices = [
-            _choice(index, _answer_submit(yes.prompt_token_ids, self._rerank.no_id, yes.arrival_seconds, yes.adapter))
-            for index, yes in missing
+            _answer_choice(choice.index, choice.submit.prompt_token_ids, no_id, arrival, choice.submit.adapter)
+            for choice in group.choices
+            if choice.index not in self._no
         ]
+        if not choices:
+            return None
         return InflightRequest(choices=choices, arrival_seconds=group.arrival_seconds, terms=self._later_terms)
 
     def _scores(self) -> list[float]:
@@ -233,19 +215,18 @@ class YesNoBody(ScoreBody):
         return scores
 
 
-def _choice(index: int, submit: Submit) -> Choice:
-    return Choice(index=index, prompt_index=index, prompt_text="", submit=submit)
-
-
-def _answer_submit(token_ids: Sequence[int], answer_id: int, arrival_seconds: float, adapter: str) -> Submit:
-    """Return the engine command to generate `answer_id` after a prompt, with logprobs of it and the likeliest ids."""
+def _answer_choice(
+    index: int, token_ids: Sequence[int], answer_id: int, arrival_seconds: float, adapter: str
+) -> Choice:
+    """Return a choice to generate `answer_id` after a prompt, with logprobs of it and the likeliest ids."""
     params = SamplingParams(
         max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS, allowed_token_ids=(answer_id,)
     )
-    return Submit(
+    submit = Submit(
         uid=uuid.uuid4().hex,
         prompt_token_ids=tuple(token_ids),
         params=params,
         arrival_seconds=arrival_seconds,
         adapter=adapter,
     )
+    return Choice(index=index, prompt_index=index, prompt_text="", submit=submit)

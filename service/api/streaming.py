@@ -130,7 +130,7 @@ class Delivery(Response, ABC):
                 self._last_token_seconds[choice.index] = now
                 if last is None:
                     self._first_token_seconds[choice.index] = last = now
-                    self._metrics.observe_first_token(now - self._request.arrival_seconds)
+                    self._metrics.observe("time_to_first_token_seconds", now - self._request.arrival_seconds)
                     count -= 1
                 if count:
                     self._metrics.observe_inter_token((now - last) / count, count)
@@ -221,7 +221,7 @@ class CompletionStream(CompletionDelivery):
         super().init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
 
     async def _deliver(self, send: Send, body: ChunkedBody | None) -> None:
-        self._request.record_sent(time.monotonic())
+        self._request.last_sent_seconds = time.monotonic()
         is_started = False
         at_once = None if body is None else partial(self._write_at_once, body)
         try:
@@ -238,7 +238,7 @@ class CompletionStream(CompletionDelivery):
                     await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
-                    self._request.record_sent(time.monotonic())
+                    self._request.last_sent_seconds = time.monotonic()
                 self._observe(arrived, time.monotonic())
         except ClientGone:
             raise
@@ -265,7 +265,7 @@ class CompletionStream(CompletionDelivery):
         self._observe(arrived, now)
         if not events:
             return lambda: None  # the step brought no complete character
-        self._request.record_sent(now)
+        self._request.last_sent_seconds = now
         return partial(body.write, events)
 
     def _events(self, arrived: Deltas) -> bytes:

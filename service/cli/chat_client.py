@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import ssl
 import unicodedata
 from collections.abc import Iterator
 from contextlib import closing
@@ -75,11 +74,8 @@ class ChatClient:
         raise ChatError("the stream ended before the answer was finished", "/retry asks again")
 
     def _connect(self) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._parts.scheme == "https":
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(host, port, timeout=SILENCE_SECONDS, context=context)
-        return http.client.HTTPConnection(host, port, timeout=SILENCE_SECONDS)
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=SILENCE_SECONDS)
 
     def _request(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None = None

@@ -10,10 +10,9 @@ from model.config import ModelConfig
 from model.config_enums import RopeScalingKind
 from model.gguf.architectures import GGUF_FAMILIES
 from model.huggingface.families.reading.family import ModelFamily
-from model.huggingface.families.table import FAMILIES
-from model.huggingface.family_proofs import read_proofs
+from model.huggingface.families.table import FAMILIES, PROOFS_FILE
 from model.huggingface.family_table import read_family_config
-from model.io.files import CheckpointError
+from model.io.files import CheckpointError, read_json
 from service.config.settings import FamiliesSettings
 
 _PATH = Path("config.json")
@@ -70,7 +69,7 @@ def main(settings: FamiliesSettings) -> int:
 
 def family_facts(family: ModelFamily) -> FamilyFacts:
     """Return what a family supports, found by trying small configs with its reader, and its passed checks."""
-    proof = read_proofs().get(family.model_type, {})
+    proof = read_json(PROOFS_FILE).get(family.model_type, {})
     return FamilyFacts(
         model_type=family.model_type,
         architecture=family.architectures[0],

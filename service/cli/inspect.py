@@ -12,9 +12,6 @@ from model.tokenizer.files import load_tokenizer
 from service.config.settings import ExportTokenizerSettings, InspectParamsSettings, TokenizeSettings
 from service.protocol.logprobs import format_token_name
 
-Rows = Iterator[tuple[str, object]]
-
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 # Letters of the formulas of `model.inspect.parameter_counts`.
 _LETTERS = {
     "V": "vocabulary",
@@ -116,7 +113,7 @@ def _attention(config: ModelConfig) -> Iterator[str]:
 
 def _kv_cache(config: ModelConfig) -> Iterator[str]:
     yield "KV-cache"
-    for dtype, size in _DTYPE_BYTES.items():
+    for dtype, size in parameter_counts.DTYPE_BYTES.items():
         formula, counted = parameter_counts.kv_cache_formula(config, size), config.kv_bytes_per_token(size)
         check = "equal" if formula.value == counted else "DIFFERS"
         context = counted * config.max_context_length / 2**20

@@ -27,7 +27,6 @@ from service.worker.memory_plan import ServerNeeds
 T = TypeVar("T")
 Rows = Iterator[tuple[str, object]]
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _STREAM_LENGTHS = (1024, 8192, 32_768)
 
 
@@ -242,7 +241,7 @@ def _memory_rows(manifest: Manifest) -> Rows:
     config = manifest.config
     if manifest.quantization is not None:
         yield "stored", f"weights {_size(manifest.num_weight_bytes)}, served on a CPU as {manifest.quantization.text}"
-    for dtype, size in _DTYPE_BYTES.items():
+    for dtype, size in parameter_counts.DTYPE_BYTES.items():
         kv_cache = parameter_counts.kv_cache_formula(config, size)
         yield (
             dtype,

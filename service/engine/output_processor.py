@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from model.chat.tool_formats.tool_format import safe_length
 from model.sampling.params import SamplingParams
 from model.tokenizer.interface import StreamDecoder, Tokenizer
 from service.engine.scheduling.sequence import SequenceState
@@ -45,7 +46,7 @@ class Detokenizer:
             shown, stop = self._cut()
             if stop is not None:
                 return number, streamed + shown, stop
-            end = len(self._held) - _num_possible_stop_characters(self._held, self._stops)
+            end = min(safe_length(self._held, stop) for stop in self._stops)
             streamed += self._held[:end]
             self._held = self._held[end:]
         if not is_last:
@@ -74,16 +75,6 @@ class Detokenizer:
         shown = self._held[: end if self._include_stop else start]
         self._held = ""
         return shown, stop
-
-
-def _num_possible_stop_characters(text: str, stops: tuple[str, ...]) -> int:
-    """Return the length of the longest suffix of `text` that is the beginning of a stop string."""
-    longest = min(len(text), max(map(len, stops)) - 1)
-    for length in range(longest, 0, -1):
-        end = text[-length:]
-        if any(stop.startswith(end) for stop in stops):
-            return length
-    return 0
 
 
 class SequenceOutput:

@@ -38,7 +38,7 @@ class Lifecycle:
         # Written by main: a `Phase`, and its beginning in `time.monotonic()` seconds.
         self.phase = c_int.from_buffer(memory, 0)
         self.phase_seconds = c_double.from_buffer(memory, 8)
-        # Written by the API process: its heartbeats, and the requests whose response is not finished.
+        # Written by the API process: its heartbeats, one a second, and the requests whose response is not finished.
         self.num_api_beats = c_long.from_buffer(memory, 16)
         self.num_active = c_int.from_buffer(memory, 24)
 
@@ -46,10 +46,6 @@ class Lifecycle:
         """Store the new phase of the service and the time at which it begins. Only main calls this method."""
         self.phase_seconds.value = time.monotonic()
         self.phase.value = phase
-
-    def record_api_heartbeat(self) -> None:
-        """Record a heartbeat of the API process, once a second."""
-        self.num_api_beats.value += 1
 
     def die_with_main(self) -> None:
         """Have the kernel kill this child process when main ends. Exit now if main has already ended."""

@@ -187,13 +187,13 @@ class Metrics:
         for name in _ENGINE_GAUGES:
             self._clear(name)
 
-    def set_worker_ready(self, worker: int, is_ready: bool) -> None:
-        """Set the gauge that says whether a worker takes requests."""
-        self._metric("worker_ready", str(worker)).set(is_ready)
+    def set_gauge(self, name: str, value: float, *label_values: str) -> None:
+        """Set the gauge with this name in `FAMILIES`, in the series with these label values."""
+        self._metric(name, *label_values).set(value)
 
-    def observe_first_token(self, seconds: float) -> None:
-        """Record that a choice's first token left the server `seconds` after its request arrived."""
-        self._histograms["time_to_first_token_seconds"].observe(seconds)
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to the histogram with this name in `FAMILIES`, which has no labels."""
+        self._histograms[name].observe(value)
 
     def set_exemplar(self, name: str, seconds: float, trace_id: str) -> None:
         """Set the trace of a request with this latency as the exemplar of its bucket, in the histogram `name`."""
@@ -235,10 +235,6 @@ class Metrics:
         """Add 1 to the counter with this name in `FAMILIES`, in the series with these label values."""
         self._metric(name, *label_values).inc()
 
-    def observe_retry_after_error(self, seconds: float) -> None:
-        """Record the error of a Retry-After header: seconds from the announced time until the server had room."""
-        self._histograms["retry_after_error_seconds"].observe(seconds)
-
     def observe_structured(self, kind: str, outcome: str, compile_seconds: float | None) -> None:
         """Record a request for structured output. `compile_seconds` is None if its grammar was cached."""
         self._metric("structured_requests", kind, outcome).inc()
@@ -254,11 +250,6 @@ class Metrics:
         for reason, number in numbers.items():
             self._metric("worker_restarts", reason).inc(number - self._num_restarts.get(reason, 0))
             self._num_restarts[reason] = number
-
-    def observe_api(self, *, num_requests: int, num_tasks: int) -> None:
-        """Set the gauges of the API process: numbers of unfinished requests and of asyncio tasks."""
-        self._metric("api_requests").set(num_requests)
-        self._metric("api_tasks").set(num_tasks)
 
     def observe_processes(self, processes: Iterable[ProcessUsage]) -> None:
         """Set the gauge of memory, and raise the counter of CPU time, of all processes with the same name."""

@@ -15,7 +15,13 @@ from model.chat.tool_prompt import put_tools_in_message, write_tools_as_text
 from model.tokenizer.interface import Tokenizer, TokenizerError
 from service.preprocess.chat_format import ChatFormat
 from service.preprocess.template_process import TemplateProcess
-from service.protocol.chat import ChatCompletionRequest, Message, messages_for_template
+from service.protocol.chat import (
+    ChatCompletionRequest,
+    ConversationFields,
+    Message,
+    TokenizeRequest,
+    messages_for_template,
+)
 from service.protocol.errors import EngineFailed, InvalidRequest
 from service.protocol.response_format import OutputConstraint
 from service.protocol.tools import ToolDefinition
@@ -87,23 +93,17 @@ class ChatPrompts:
         tools, must_call = asked.callable_tools
         strict = next((tool.function.name for tool in tools if tool.function.strict), None)
         if strict is not None and form.is_plain:
-            raise InvalidRequest(
-                f"tools: {strict!r} is strict, but the model's format of tool calls is unknown; leave out strict, or "
+            raise InvalidRequest.of(
+                "tools",
+                f": {strict!r} is strict, but the model's format of tool calls is unknown; leave out strict, or "
                 "start the server with --tool-format",
-                param="tools",
             )
         more = dict(asked.chat_template_kwargs or {})
         effort = asked.reasoning_effort
         for name, value in (("reasoning_effort", effort), ("enable_thinking", effort != "none")):
             if effort is not None and name in form.variables:
                 more.setdefault(name, value)
-        token_ids, is_reasoning = await self._render(
-            asked.messages,
-            tools=tools,
-            add_generation_prompt=asked.adds_generation_prompt,
-            continue_final_message=bool(asked.continue_final_message),
-            more=more,
-        )
+        token_ids, is_reasoning = await self._render(asked, asked.messages, tools=tools, more=more)
         schemas = [
             ToolSchema(
                 name=tool.function.name,
@@ -121,50 +121,30 @@ class ChatPrompts:
             reasoning_end_id=None if form.reasoning is None else form.mark_ids.get(form.reasoning.closing),
         )
 
-    async def encode(
-        self,
-        messages: Sequence[Message],
-        *,
-        add_generation_prompt: bool,
-        more: Mapping[str, Any] | None,
-        tools: Sequence[ToolDefinition] = (),
-        add_special_tokens: bool = False,
-        continue_final_message: bool = False,
-    ) -> list[int]:
-        """Return the prompt token ids of a conversation.
-
-        Args:
-            add_generation_prompt: end the prompt with the header of an assistant message.
-            more: additional template variables from the client.
-            tools: tools that the template describes.
-            add_special_tokens: begin with the begin-of-text token, unless the template has written one.
-            continue_final_message: end the prompt with the content of the final message.
+    async def encode(self, asked: TokenizeRequest, messages: Sequence[Message]) -> list[int]:
+        """Return the prompt token ids of the conversation `messages`, rendered as the request says.
 
         Raises:
-            InvalidRequest: the server has no template, or the conversation, its tools or `more` cannot be rendered.
+            InvalidRequest: the server has no template, or the conversation, its tools or template variables cannot be
+                rendered.
             EngineFailed: the template failed, and the client passed no tools or variables that may be the cause.
             Overloaded: too many conversations wait for the thread, or this conversation waited too long.
         """
-        ids, _ = await self._render(
-            messages,
-            tools=tools,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            more=more or {},
-        )
+        ids, _ = await self._render(asked, messages, tools=asked.tools or (), more=asked.chat_template_kwargs or {})
         begin = self._tokenizer.bos_token_id
-        return [begin, *ids] if add_special_tokens and begin is not None and ids[:1] != [begin] else ids
+        return [begin, *ids] if asked.add_special_tokens and begin is not None and ids[:1] != [begin] else ids
 
     async def _render(
         self,
+        asked: ConversationFields,
         messages: Sequence[Message],
         *,
         tools: Sequence[ToolDefinition],
-        add_generation_prompt: bool,
-        continue_final_message: bool,
         more: Mapping[str, Any],
     ) -> tuple[list[int], bool | None]:
         """Return the prompt token ids of a conversation, and the value of `is_reasoning` for `OutputParser`.
+
+        tools: tools that the template describes. more: additional template variables.
 
         The value is True if the prompt ends within reasoning, False after reasoning, and None if the model decides.
         Raises the errors of `encode`.
@@ -176,22 +156,22 @@ class ChatPrompts:
         is_text = self._form.tools_go_to != "text" and self._form.arguments_are_text
         variables = self._template.variables(
             messages_for_template(messages, arguments_are_text=is_text),
-            add_generation_prompt=add_generation_prompt,
+            add_generation_prompt=asked.adds_generation_prompt,
             tools=[tool.for_template() for tool in tools] or None,
         )
         num_characters = sum(len(message["content"]) for message in variables["messages"])
         if num_characters > MAX_CHARACTERS:  # of a chain of stored responses, since a body is smaller
-            raise InvalidRequest(
-                f"messages: the conversation has {num_characters} characters, over the limit of {MAX_CHARACTERS}; "
+            raise InvalidRequest.of(
+                "messages",
+                f": the conversation has {num_characters} characters, over the limit of {MAX_CHARACTERS}; "
                 "begin a new one",
-                param="messages",
             )
         if taken := [name for name in more if name in variables]:
-            raise InvalidRequest(
-                f"chat_template_kwargs: the variable {taken[0]} is set by the server; leave it out",
-                param="chat_template_kwargs",
+            raise InvalidRequest.of(
+                "chat_template_kwargs", f": the variable {taken[0]} is set by the server; leave it out"
             )
-        return await self._executor.run(partial(self._encode, variables, more, continues=continue_final_message))
+        continues = bool(asked.continue_final_message)
+        return await self._executor.run(partial(self._encode, variables, more, continues=continues))
 
     def close(self) -> None:
         self._executor.close()

@@ -98,7 +98,7 @@ class RequestProcessor:
         if isinstance(request, CompletionRequest):
             prompts, prompt_param = request.prompts, "prompt"
         elif not (chat and chat.token_ids):
-            raise InvalidRequest("messages: the rendered prompt is empty; add text to a message", param="messages")
+            raise InvalidRequest.of("messages", ": the rendered prompt is empty; add text to a message")
         length_param, max_tokens, clause = self._asked_length(request)
         processor = self.parsing_special(getattr(request, "parse_special", None))
         encode = partial(
@@ -162,10 +162,10 @@ class RequestProcessor:
         """
         form = find_fill_in_middle(self.tokenizer)
         if form is None:
-            raise InvalidRequest(
-                f"suffix needs a tokenizer with the tokens {describe_formats()}; this model's has none of these sets; "
+            raise InvalidRequest.of(
+                "suffix",
+                f" needs a tokenizer with the tokens {describe_formats()}; this model's has none of these sets; "
                 "leave out suffix",
-                param="suffix",
             )
 
         suffix_ids = self._encode_beside_gap(suffix, "suffix", form)
@@ -173,10 +173,10 @@ class RequestProcessor:
         if not params.ignore_eos:
             ends = tuple(dict.fromkeys((*params.stop_token_ids, *form.end_ids)))
             if len(ends) > MAX_STOP_TOKEN_IDS:
-                raise InvalidRequest(
-                    f"stop_token_ids has {len(params.stop_token_ids)} ids, and suffix adds {len(form.end_ids)}, over "
+                raise InvalidRequest.of(
+                    "stop_token_ids",
+                    f" has {len(params.stop_token_ids)} ids, and suffix adds {len(form.end_ids)}, over "
                     f"the limit of {MAX_STOP_TOKEN_IDS}; give fewer stop_token_ids",
-                    param="stop_token_ids",
                 )
             params = dataclasses.replace(params, stop_token_ids=ends)
         prompts = (
@@ -283,10 +283,9 @@ class RequestProcessor:
     def check_num_prompts(self, num_prompts: int, param: str) -> None:
         """Raise InvalidRequest for more prompts in the field `param` than one request may have."""
         if num_prompts > self.max_prompts:
-            raise InvalidRequest(
-                f"{param} has {num_prompts} prompts, over the limit of {self.max_prompts} per request; "
-                "split the request",
-                param=param,
+            raise InvalidRequest.of(
+                param,
+                f" has {num_prompts} prompts, over the limit of {self.max_prompts} per request; split the request",
             )
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
@@ -294,9 +293,7 @@ class RequestProcessor:
         size = self.tokenizer.vocab_size
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < size)
-            raise InvalidRequest(
-                f"{param}: token id {wrong} is out of vocabulary; ids are 0 to {size - 1}", param=param
-            )
+            raise InvalidRequest.of(param, f": token id {wrong} is out of vocabulary; ids are 0 to {size - 1}")
 
     def parsing_special(self, asked: bool | None) -> Self:
         """Return a request processor with this value of `parse_special`; this processor if the value is None."""
@@ -431,10 +428,10 @@ def truncate(
         return token_ids
     kept = room if num_kept == _AS_MANY_AS_FIT else num_kept
     if kept > room:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens={kept} is over the {room} tokens that the context leaves for a prompt; "
+        raise InvalidRequest.of(
+            "truncate_prompt_tokens",
+            f"={kept} is over the {room} tokens that the context leaves for a prompt; "
             f"use {_AS_MANY_AS_FIT} to keep as many as fit",
-            param="truncate_prompt_tokens",
         )
     if kept >= len(token_ids):
         return token_ids
@@ -462,9 +459,8 @@ def _logit_bias(request: GenerationRequest) -> dict[int, float]:
     for key, bias in (request.logit_bias or {}).items():
         # Only the canonical decimal form is accepted, lest two keys name the same token.
         if not (key.isascii() and key.isdigit() and len(key) <= _LONGEST_ID and str(int(key)) == key):
-            raise InvalidRequest(
-                f'logit_bias: {key[:50]!r} is not a token id; write {{"id": bias}}, as in {{"42": -100}}',
-                param="logit_bias",
+            raise InvalidRequest.of(
+                "logit_bias", f': {key[:50]!r} is not a token id; write {{"id": bias}}, as in {{"42": -100}}'
             )
         biases[int(key)] = bias
     return biases
@@ -478,10 +474,10 @@ def _check_possible(params: SamplingParams, eos_token_ids: Iterable[int]) -> Non
     if params.min_tokens:
         forbidden.update(params.stop_token_ids, () if params.ignore_eos else eos_token_ids)
     if forbidden.issuperset(params.allowed_token_ids):
-        raise InvalidRequest(
-            "allowed_token_ids: all of these tokens are forbidden by bad_words, or would end the text before "
+        raise InvalidRequest.of(
+            "allowed_token_ids",
+            ": all of these tokens are forbidden by bad_words, or would end the text before "
             "min_tokens; allow another token",
-            param="allowed_token_ids",
         )
 
 
@@ -498,8 +494,8 @@ def _bad_word_ids(words: Iterable[str], tokenizer: Tokenizer) -> tuple[tuple[int
             try:
                 ids = tuple(tokenizer.encode(text))
             except TokenizerError as error:
-                raise InvalidRequest(f"bad_words: {word!r} cannot be tokenized: {error}", param="bad_words") from None
+                raise InvalidRequest.of("bad_words", f": {word!r} cannot be tokenized: {error}") from None
             if not ids:
-                raise InvalidRequest(f"bad_words: {word!r} has no tokens; leave it out", param="bad_words")
+                raise InvalidRequest.of("bad_words", f": {word!r} has no tokens; leave it out")
             found[ids] = None
     return tuple(found)

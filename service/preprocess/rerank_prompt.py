@@ -50,7 +50,7 @@ class RerankPrompt:
                 token_ids = self._encode(query, self._tokenizer.decode(document_ids).rstrip("\ufffd"))
             return token_ids
         except (ForbiddenText, TokenizerError) as error:
-            raise InvalidRequest(f"{param}: {error}", param=param) from None
+            raise InvalidRequest.of(param, f": {error}") from None
 
     def _encode(self, query: str, document: str) -> list[int]:
         (texts,), breaker = self._escaper.escape([{"query": query, "document": document}])

@@ -77,15 +77,15 @@ def check_messages(messages: Sequence[Message]) -> None:
         place = f"messages[{number}]"
         if message.role == "tool" and message.tool_call_id not in call_ids:
             problem = "is required" if message.tool_call_id is None else "names no tool call of an earlier message"
-            param = f"{place}.tool_call_id"
-            raise InvalidRequest(f"{param} {problem}; send the id of the call", param=param)
+            raise InvalidRequest.of(f"{place}.tool_call_id", f" {problem}; send the id of the call")
         if message.tool_calls:
             if message.role != "assistant":
-                param = f"{place}.tool_calls"
-                raise InvalidRequest(f"{param}: only assistant messages have tool calls; leave it out", param=param)
+                raise InvalidRequest.of(
+                    f"{place}.tool_calls", ": only assistant messages have tool calls; leave it out"
+                )
             call_ids.update(call.id for call in message.tool_calls)
         elif message.content is None and message.role != "assistant":
-            raise InvalidRequest(f"{place}.content is required", param=f"{place}.content")
+            raise InvalidRequest.of(f"{place}.content", " is required")
 
 
 def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bool) -> list[dict[str, Any]]:
@@ -103,10 +103,9 @@ def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bo
             arguments: Any = call.function.arguments
             if (parsed := call.function.parsed_arguments()) is None:
                 place = f"messages[{number}].tool_calls"
-                raise InvalidRequest(
-                    f"{place}: the arguments of a call must be a JSON object as text, with at most 20,000 lists and "
-                    "objects",
-                    param=place,
+                raise InvalidRequest.of(
+                    place,
+                    ": the arguments of a call must be a JSON object as text, with at most 20,000 lists and objects",
                 )
             function = {"name": call.function.name, "arguments": arguments if arguments_are_text else parsed}
             calls.append({"id": call.id, "type": "function", "function": function})
@@ -127,7 +126,30 @@ def messages_for_template(messages: Sequence[Message], *, arguments_are_text: bo
 TemplateVariables = Annotated[dict[str, bool | int | float | str | None], Field(max_length=16)]
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ConversationFields(RequestModel):
+    """Fields about the prompt of a conversation, common to chat completions and `/tokenize`."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = False
+    chat_template_kwargs: TemplateVariables | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+
+    @property
+    def adds_generation_prompt(self) -> bool:
+        """True if the prompt ends with the header of a new assistant message.
+
+        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
+        """
+        asked = self.add_generation_prompt
+        if asked and self.continue_final_message:
+            raise InvalidRequest(
+                "add_generation_prompt and continue_final_message must not both be true; leave out one of them",
+                param="continue_final_message",
+            )
+        return not self.continue_final_message if asked is None else asked
+
+
+class ChatCompletionRequest(GenerationRequest, ConversationFields):
     """Body of `POST /v1/chat/completions`. `max_tokens` is the older name of `max_completion_tokens`."""
 
     OTHER_NAMES: ClassVar[Mapping[str, str]] = {
@@ -139,12 +161,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = False
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
-    chat_template_kwargs: TemplateVariables | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     reasoning_effort: Effort | None = None
@@ -173,15 +191,12 @@ class ChatCompletionRequest(GenerationRequest):
         check_messages(self.messages)
         _ = self.callable_tools
         if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest(
-                "top_logprobs needs logprobs: true; set logprobs, or leave out top_logprobs", param="top_logprobs"
-            )
+            raise InvalidRequest.of("top_logprobs", " needs logprobs: true; set logprobs, or leave out top_logprobs")
         _ = self.adds_generation_prompt
         new, old = self.max_completion_tokens, self.max_tokens
         if new is not None and old is not None and new != old:
-            raise InvalidRequest(
-                f"max_completion_tokens={new} and max_tokens={old} differ; give only one of them",
-                param="max_completion_tokens",
+            raise InvalidRequest.of(
+                "max_completion_tokens", f"={new} and max_tokens={old} differ; give only one of them"
             )
 
     @property
@@ -193,26 +208,8 @@ class ChatCompletionRequest(GenerationRequest):
         """Tools that the completion may call, and True if it must call one. Raises InvalidRequest for invalid tools."""
         return callable_tools(self.tools, self.tool_choice)
 
-    @property
-    def adds_generation_prompt(self) -> bool:
-        """True if the prompt ends with the header of a new assistant message.
 
-        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
-        """
-        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)
-
-
-def _adds_generation_prompt(asked: bool | None, continue_final_message: bool | None) -> bool:
-    """Return `asked`; if it is None, return `not continue_final_message`. Raises InvalidRequest if both are true."""
-    if asked and continue_final_message:
-        raise InvalidRequest(
-            "add_generation_prompt and continue_final_message must not both be true; leave out one of them",
-            param="continue_final_message",
-        )
-    return not continue_final_message if asked is None else asked
-
-
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(ConversationFields):
     """Body of `POST /tokenize`: a text, or a conversation, which the chat template renders to a text first.
 
     `add_special_tokens` adds the begin-of-text token. The default is true for a text, and false for a conversation,
@@ -225,13 +222,9 @@ class TokenizeRequest(RequestModel):
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateVariables | None = None
     return_token_strs: bool | None = None
     parse_special: ParseSpecial = None
-    continue_final_message: bool | None = None
     chat_template: None = None  # vLLM's clients send this field; only null is accepted
-    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
 
     def subject(self) -> str | list[Message]:
         """Return the text or the messages to tokenize. Raises InvalidRequest for missing or contradictory fields."""
@@ -247,19 +240,11 @@ class TokenizeRequest(RequestModel):
         subject, other = ("messages", "prompt") if self.prompt is None else ("prompt", "messages")
         for name, value in others.items():
             if value is not None:
-                raise InvalidRequest(f"{name} applies only to {other}, not to {subject}; leave it out", param=name)
+                raise InvalidRequest.of(name, f" applies only to {other}, not to {subject}; leave it out")
         if self.messages is None:
             assert self.prompt is not None
             return self.prompt
         if not self.messages:
-            raise InvalidRequest("messages must not be empty", param="messages")
+            raise InvalidRequest.of("messages", " must not be empty")
         check_messages(self.messages)
         return self.messages
-
-    @property
-    def adds_generation_prompt(self) -> bool:
-        """True if the rendered messages end with the header of a new assistant message.
-
-        Raises InvalidRequest if `add_generation_prompt` and `continue_final_message` are both true.
-        """
-        return _adds_generation_prompt(self.add_generation_prompt, self.continue_final_message)

@@ -140,11 +140,9 @@ class GenerationRequest(SamplingRequest):
     def check_fields(self) -> None:
         """Raise InvalidRequest for a field that needs another field, and for an invalid output constraint."""
         if self.stream_options is not None and not self.stream:
-            raise InvalidRequest(
-                "stream_options needs stream: true; set stream, or leave out stream_options", param="stream_options"
-            )
+            raise InvalidRequest.of("stream_options", " needs stream: true; set stream, or leave out stream_options")
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
-            raise InvalidRequest("truncation_side needs truncate_prompt_tokens", param="truncation_side")
+            raise InvalidRequest.of("truncation_side", " needs truncate_prompt_tokens")
         _ = self.output_constraint
 
     def value(self, name: str, defaults: Mapping[str, Any] = MappingProxyType({})) -> Any:
@@ -211,16 +209,13 @@ class CompletionRequest(GenerationRequest):
         """Raise InvalidRequest for `best_of` below `n` or in a stream, and for fields that `suffix` excludes."""
         super().check_fields()
         if self.num_samples < self.value("n"):
-            raise InvalidRequest(f"best_of={self.best_of} is under n={self.value('n')}; raise best_of", param="best_of")
+            raise InvalidRequest.of("best_of", f"={self.best_of} is under n={self.value('n')}; raise best_of")
         if self.stream and self.is_ranked:
-            raise InvalidRequest(f"best_of={self.best_of} cannot be streamed; leave out stream", param="best_of")
+            raise InvalidRequest.of("best_of", f"={self.best_of} cannot be streamed; leave out stream")
         if self.suffix and self.echo:
-            raise InvalidRequest("echo cannot be used with suffix; leave out echo", param="echo")
+            raise InvalidRequest.of("echo", " cannot be used with suffix; leave out echo")
         if self.suffix and self.truncate_prompt_tokens is not None:
-            raise InvalidRequest(
-                "truncate_prompt_tokens cannot be used with suffix; shorten prompt and suffix",
-                param="truncate_prompt_tokens",
-            )
+            raise InvalidRequest.of("truncate_prompt_tokens", " cannot be used with suffix; shorten prompt and suffix")
 
     @property
     def num_samples(self) -> int:

@@ -1,7 +1,7 @@
 """Exceptions that become error responses, with their HTTP statuses and error codes."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 
 class ApiError(Exception):
@@ -33,6 +33,11 @@ class ApiError(Exception):
 
 class InvalidRequest(ApiError, status=400, type="invalid_request_error", code="invalid_request"):
     """Rejection of a request that cannot be served unless the client changes it."""
+
+    @classmethod
+    def of(cls, param: str, problem: str) -> Self:
+        """Return the error of the field `param`. Its message is the field's name, followed by `problem`."""
+        return cls(f"{param}{problem}", param=param)
 
 
 class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):

@@ -57,7 +57,7 @@ class PlacedBlock:
     def get(self, name: str) -> Any:
         """Return a field of the content block. Raises InvalidRequest if it is missing."""
         if (value := getattr(self.block, name)) is None:
-            raise InvalidRequest(f"{self.place}.{name} is required", param=f"{self.place}.{name}")
+            raise InvalidRequest.of(f"{self.place}.{name}", " is required")
         return value
 
     def check_type(self, types: Sequence[str], where: str) -> None:
@@ -68,7 +68,7 @@ class PlacedBlock:
             problem = f"{self.block.type} blocks are not supported: this server reads text only; send a text block"
         else:
             problem = f"{where} cannot have blocks of type {self.block.type[:50]!r}; use {', '.join(types)}"
-        raise InvalidRequest(f"{self.place}: {problem}", param=self.place)
+        raise InvalidRequest.of(self.place, f": {problem}")
 
     def result(self) -> str:
         """Return the text of this tool_result block. If its tool failed, the text begins with `Error: `.
@@ -84,7 +84,7 @@ class PlacedBlock:
                 kind = ContentBlock.model_construct(type=str(image.get("type")))
                 PlacedBlock(param, kind).check_type(["text"], "a tool_result")
             if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
-                raise InvalidRequest(f"{param} must be a string, or a list of text blocks", param=param)
+                raise InvalidRequest.of(param, " must be a string, or a list of text blocks")
             text = "\n".join(str(part["text"]) for part in parts if part)
         return f"Error: {text}" if self.block.is_error else text
 
@@ -113,16 +113,16 @@ class CustomTool(RequestModel):
         Raises InvalidRequest for a tool that the server would have to run, or without a schema of type object.
         """
         if self.type not in (None, "custom"):
-            raise InvalidRequest(
-                f"{place}.type: {str(self.type)[:50]!r} is not supported, because this server runs no tools; "
+            raise InvalidRequest.of(
+                f"{place}.type",
+                f": {str(self.type)[:50]!r} is not supported, because this server runs no tools; "
                 "send a tool with an input_schema",
-                param=f"{place}.type",
             )
         param = f"{place}.input_schema"
         if self.input_schema is None:
-            raise InvalidRequest(f"{param} is required", param=param)
+            raise InvalidRequest.of(param, " is required")
         if self.input_schema.get("type", "object") != "object":
-            raise InvalidRequest(f"{param} must be a JSON Schema of type object", param=param)
+            raise InvalidRequest.of(param, " must be a JSON Schema of type object")
         function = FunctionDefinition.model_construct(
             name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
@@ -266,9 +266,7 @@ class CountTokensRequest(RequestModel):
                 found.append(_system_message(blocks) if role == "system" else _assistant_message(blocks, call_ids))
         if self.messages[-1].role == "assistant" and found[-1].tool_calls:
             param = f"messages[{len(self.messages) - 1}]"
-            raise InvalidRequest(
-                f"{param}: the last message calls a tool; add a user message with the tool_result", param=param
-            )
+            raise InvalidRequest.of(param, ": the last message calls a tool; add a user message with the tool_result")
         return found
 
 
@@ -310,9 +308,7 @@ def _user_messages(blocks: Sequence[PlacedBlock], call_ids: set[str]) -> Iterato
     for each in results:
         if (call_id := each.get("tool_use_id")) not in call_ids:
             param = f"{each.place}.tool_use_id"
-            raise InvalidRequest(
-                f"{param} names no tool_use block of an earlier message; send the id of the block", param=param
-            )
+            raise InvalidRequest.of(param, " names no tool_use block of an earlier message; send the id of the block")
         yield Message.model_construct(role="tool", tool_call_id=call_id, content=each.result())
     texts = [each for each in blocks if each.block.type != "tool_result"]
     for each in texts:
@@ -349,15 +345,13 @@ def _chat_tool_choice(
         return None
     if choice.type == "tool":
         if choice.name is None:
-            raise InvalidRequest("tool_choice.name is required with type tool", param="tool_choice.name")
+            raise InvalidRequest.of("tool_choice.name", " is required with type tool")
         return NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
     if choice.name is not None:
-        raise InvalidRequest(
-            f"tool_choice.name is not allowed with type {choice.type}; leave it out", param="tool_choice.name"
-        )
+        raise InvalidRequest.of("tool_choice.name", f" is not allowed with type {choice.type}; leave it out")
     if choice.type == "any":
         if not has_tools:
-            raise InvalidRequest("tool_choice: any needs tools; add tools", param="tool_choice")
+            raise InvalidRequest.of("tool_choice", ": any needs tools; add tools")
         return "required"
     return choice.type
 

@@ -126,7 +126,7 @@ class RequestModel(BaseModel):
         # An error of a union's branch has a longer path than the field.
         field = place[2:] if place[0] == "messages" else place
         wanted = cls.UNION_ERRORS.get(str(field[0])) if len(field) > 1 else None
-        return InvalidRequest(f"{name} {reword(kind, first['msg']) if wanted is None else wanted}", param=name)
+        return InvalidRequest.of(name, f" {reword(kind, first['msg']) if wanted is None else wanted}")
 
 
 def _find_unknown_field(model: RequestModel, foreign: set[str], prefix: str = "") -> str | None:
@@ -201,5 +201,5 @@ def split_prompts(
     is_single = isinstance(value, str) or (value and isinstance(value[0], int))
     prompts: list[str | list[int]] = [value] if is_single else value  # type: ignore[assignment, list-item]
     if not prompts or not (can_be_empty or all(prompts)):
-        raise InvalidRequest(f"{name} must not be empty, nor contain an empty prompt", param=name)
+        raise InvalidRequest.of(name, " must not be empty, nor contain an empty prompt")
     return prompts

@@ -87,10 +87,9 @@ class StructuredOutputs(RequestModel):
         """Return the output constraint. Raises InvalidRequest unless exactly one field is set, and for a bad schema."""
         given: dict[ConstraintKind, Any] = self.model_dump(by_alias=True, exclude_none=True)  # type: ignore[assignment]
         if len(given) != 1:
-            raise InvalidRequest(
-                "structured_outputs takes exactly one of json, regex, choice and grammar, "
-                f"not {', '.join(given) or 'none'}",
-                param="structured_outputs",
+            raise InvalidRequest.of(
+                "structured_outputs",
+                f" takes exactly one of json, regex, choice and grammar, not {', '.join(given) or 'none'}",
             )
         ((kind, content),) = given.items()
         param = f"structured_outputs.{kind}"
@@ -114,7 +113,7 @@ def _checked_schema(schema: dict[str, Any] | str, param: str) -> dict[str, Any]:
     try:
         parsed = from_json(text)  # unlike json.loads, from_json limits the nesting depth
     except ValueError as error:
-        raise InvalidRequest(f"{param} is not valid JSON: {error}", param=param) from None
+        raise InvalidRequest.of(param, f" is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise InvalidRequest(f"{param} must be a JSON object, or a string that contains one", param=param)
+        raise InvalidRequest.of(param, " must be a JSON object, or a string that contains one")
     return parsed

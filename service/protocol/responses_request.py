@@ -88,18 +88,26 @@ def text_of(content: str | Sequence[InputPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-class InputMessage(RequestModel):
-    """Message of the conversation. `type` may be left out."""
+class _StoredItem(RequestModel):
+    """Fields of all input items."""
 
-    type: Literal["message"] = "message"
     id: str | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
     status: Status | None = None
-    phase: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
         """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
+        return self.model_dump(exclude_none=True, exclude={"id"})
+
+
+class InputMessage(_StoredItem):
+    """Message of the conversation. `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+    phase: Annotated[Any, Unsupported()] = None
+
+    def stored(self) -> dict[str, Any]:
         part: dict[str, Any] = {"type": "input_text"}
         if self.role == "assistant":
             part = {"type": "output_text", "annotations": []}
@@ -108,38 +116,31 @@ class InputMessage(RequestModel):
         return {"type": "message", "role": self.role, "content": content, "status": self.status or "completed"}
 
 
-class InputFunctionCall(RequestModel):
+class InputFunctionCall(_StoredItem):
     """Function call of an earlier response. `arguments` is the JSON text of an object."""
 
     type: Literal["function_call"]
-    id: str | None = None
     call_id: str
     name: str
     arguments: str
-    status: Status | None = None
     namespace: Annotated[Any, Unsupported()] = None
     caller: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
-        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
-        fields = {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
-        return {"type": self.type, **fields, "status": self.status or "completed"}
+        return {**super().stored(), "status": self.status or "completed"}
 
 
-class InputFunctionOutput(RequestModel):
+class InputFunctionOutput(_StoredItem):
     """Result of a function call, for the model."""
 
     type: Literal["function_call_output"]
-    id: str | None = None
     call_id: str
     output: Content
-    status: Status | None = None
     name: str | None = None
     namespace: Annotated[Any, Unsupported()] = None
     caller: Annotated[Any, Unsupported()] = None
 
     def stored(self) -> dict[str, Any]:
-        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
         status = self.status or "completed"
         return {"type": self.type, "call_id": self.call_id, "output": text_of(self.output), "status": status}
 
@@ -151,19 +152,16 @@ class ReasoningPart(RequestModel):
     text: str
 
 
-class InputReasoning(RequestModel):
+class InputReasoning(_StoredItem):
     """Reasoning of an earlier response. Chat templates that read reasoning get `content`, or `summary` without it."""
 
     type: Literal["reasoning"]
-    id: str | None = None
     summary: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
     content: Annotated[list[ReasoningPart], Field(max_length=MAX_PARTS)] | None = None
     encrypted_content: str | None = None
-    status: Status | None = None
 
     def stored(self) -> dict[str, Any]:
-        """Return this item as `GET /v1/responses/{id}/input_items` shows it, but without an id."""
-        return {"summary": [], **self.model_dump(exclude_none=True, exclude={"id"})}
+        return {"summary": [], **super().stored()}
 
 
 InputItem: TypeAlias = InputMessage | InputFunctionCall | InputFunctionOutput | InputReasoning
@@ -221,9 +219,7 @@ class TextFormat(RequestModel):
             return ResponseFormat(type=self.type)
         for name, value in (("name", self.name), ("schema", self.schema_)):
             if value is None:
-                raise InvalidRequest(
-                    f"text.format.{name} is required with type json_schema", param=f"text.format.{name}"
-                )
+                raise InvalidRequest.of(f"text.format.{name}", " is required with type json_schema")
         wanted = JsonSchemaFormat.model_construct(
             name=self.name, schema_=self.schema_, strict=self.strict, description=self.description
         )
@@ -338,7 +334,7 @@ class ResponsesRequest(SamplingRequest):
     def check_fields(self) -> None:
         """Raise InvalidRequest if `background` is true, and `store` is false."""
         if self.background and self.store is False:
-            raise InvalidRequest("background needs store: true; leave out store, or background", param="background")
+            raise InvalidRequest.of("background", " needs store: true; leave out store, or background")
 
     @property
     def items(self) -> Sequence[InputItem]:
@@ -361,7 +357,7 @@ class ResponsesRequest(SamplingRequest):
         if self.instructions is not None:
             messages.insert(0, _message(role="system", content=self.instructions))
         if len(messages) > MAX_MESSAGES:
-            raise InvalidRequest(f"input has over {MAX_MESSAGES} messages; shorten the conversation", param="input")
+            raise InvalidRequest.of("input", f" has over {MAX_MESSAGES} messages; shorten the conversation")
         fields = {name: getattr(self, name) for name in _SAME_FIELDS if name in self.model_fields_set}
         streams = bool(self.stream or self.background)
         wanted = None if self.text is None or self.text.format is None else self.text.format.response_format()
@@ -430,14 +426,14 @@ class ResponsesRequest(SamplingRequest):
             return super()._explain(error, body)
         field = str(place[0])
         if field in cls.UNION_ERRORS and len(place) > 1:
-            return InvalidRequest(f"{field} {cls.UNION_ERRORS[field]}", param=field)
+            return InvalidRequest.of(field, f" {cls.UNION_ERRORS[field]}")
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{str(part)[:100]}" for part in place)[1:]
         problem = "is required" if kind == "missing" else reword(kind, first["msg"])
         if kind == "union_tag_invalid":
             problem = "has an unknown type; send messages, function_call, function_call_output or reasoning items"
         if loc[-1] == "@text":
             problem = "must be a string or a list"
-        return InvalidRequest(f"{name} {problem}", param=name)
+        return InvalidRequest.of(name, f" {problem}")
 
 
 def _messages(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> list[Message]:
@@ -453,8 +449,8 @@ def _messages(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> list[
         if isinstance(item, InputFunctionOutput):
             if item.call_id not in call_ids:
                 param = f"input[{number}].call_id"
-                raise InvalidRequest(
-                    f"{param} names no function call of an earlier item; send the call before its output", param=param
+                raise InvalidRequest.of(
+                    param, " names no function call of an earlier item; send the call before its output"
                 )
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text_of(item.output)})
             continue
@@ -488,9 +484,7 @@ def _call(item: InputFunctionCall, number: int) -> PastToolCall:
     function = CalledFunction(name=item.name, arguments=item.arguments)
     if function.parsed_arguments() is None:
         param = f"input[{number}].arguments"
-        raise InvalidRequest(
-            f"{param} must be a JSON object as text, with at most 20,000 lists and objects", param=param
-        )
+        raise InvalidRequest.of(param, " must be a JSON object as text, with at most 20,000 lists and objects")
     return PastToolCall(id=item.call_id, function=function)
 
 

@@ -36,12 +36,12 @@ class TextPairs:
     def __post_init__(self) -> None:
         for texts, param in ((self.queries, self.query_param), (self.documents, self.document_param)):
             if not texts or not all(texts):
-                raise InvalidRequest(f"{param} must not be empty, nor contain an empty text", param=param)
+                raise InvalidRequest.of(param, " must not be empty, nor contain an empty text")
         if len(self.queries) not in (1, len(self.documents)):
-            raise InvalidRequest(
-                f"{self.query_param} has {len(self.queries)} texts, and {self.document_param} has "
+            raise InvalidRequest.of(
+                self.query_param,
+                f" has {len(self.queries)} texts, and {self.document_param} has "
                 f"{len(self.documents)}; give one text in {self.query_param}, or as many as in {self.document_param}",
-                param=self.query_param,
             )
 
     @property

@@ -140,7 +140,7 @@ def callable_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None
     if len(by_name) < len(tools or ()):
         names = [tool.function.name for tool in tools or ()]
         twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"tools: two tools have the name {twice!r}; rename one", param="tools")
+        raise InvalidRequest.of("tools", f": two tools have the name {twice!r}; rename one")
     match choice:
         case NamedToolChoice():
             names, must_call = [choice.function.name], True
@@ -152,7 +152,7 @@ def callable_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None
         case _:
             names, must_call = list(by_name), choice == "required"
     if (unknown := next((name for name in names if name not in by_name), None)) is not None:
-        raise InvalidRequest(f"tool_choice: the tool {unknown!r} is not in tools; add it", param="tool_choice")
+        raise InvalidRequest.of("tool_choice", f": the tool {unknown!r} is not in tools; add it")
     if must_call and not names:
-        raise InvalidRequest("tool_choice: required needs tools; add tools", param="tool_choice")
+        raise InvalidRequest.of("tool_choice", ": required needs tools; add tools")
     return [by_name[name] for name in dict.fromkeys(names)], must_call

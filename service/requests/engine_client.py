@@ -48,9 +48,7 @@ class EngineClient:
     workers: Sequence[EngineWorker]
     dispatcher: Dispatcher
     admission: Admission
-    on_worker_ready: Callable[
-        [WorkerReady, int], None
-    ]  # called with the worker's index, before requests are resubmitted
+    on_worker_ready: Callable[[WorkerReady, int], None]  # gets the worker's index, before requests are resubmitted
     on_engine: Callable[[StepStats | EngineIdle, int], None]
     on_replay: Callable[[str], None]  # gets "resubmitted" per request, and "gave_up" for a poison request
     on_late: Callable[[int], None]  # gets the number of tokens that arrived for a cancelled sequence
@@ -181,7 +179,7 @@ class EngineClient:
         """Make each stream whose last bytes were sent before the time `since_seconds` send a keep-alive."""
         for request in self._requests:
             if isinstance(request, InflightRequest) and request.last_sent_seconds < since_seconds:
-                request.wake()
+                request.wake.set()
 
     def _receive_delta(self, delta: TokenDelta) -> InflightRequest | None:
         """Add a token delta to its choice. Return the request if it has deltas to deliver, else None."""

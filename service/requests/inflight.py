@@ -114,12 +114,14 @@ class InflightRequest:
     choices: list[Choice]
     arrival_seconds: float
     terms: QueuePolicy = field(default_factory=QueuePolicy)
-    last_sent_seconds: float = float("inf")  # infinity: a response without keep-alives
+    last_sent_seconds: float = float("inf")  # time of the last bytes sent; infinity: a response without keep-alives
     worker: EngineWorker = field(init=False)  # set by the engine client
+    failure: ApiError | None = None  # error that ends the request, even if the error is not sent yet
+    wake: asyncio.Event = field(
+        default_factory=asyncio.Event
+    )  # wakes the task of the response; without deltas it sends a keep-alive
     _arrived: Deltas = field(default_factory=list)
     _backlog: int = 0  # deltas and logprob entries in `_arrived`
-    _failure: ApiError | None = None
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
     _at_once: DirectWriter | None = None  # set while the task waits
 
     @property
@@ -142,10 +144,6 @@ class InflightRequest:
                 deadline_seconds=None if number else terms.deadline(self.arrival_seconds),
             )
 
-    def record_sent(self, now: float) -> None:
-        """Record that bytes of the response were sent, which postpones the next keep-alive."""
-        self.last_sent_seconds = now
-
     async def next_deltas(self, at_once: DirectWriter | None = None) -> Deltas:
         """Wait for token deltas and return all that have arrived; an empty list if `wake` ended the wait.
 
@@ -154,15 +152,15 @@ class InflightRequest:
         """
         self._at_once = at_once
         try:
-            await self._wake.wait()
+            await self.wake.wait()
         finally:
             self._at_once = None
-        self._wake.clear()
-        if self._failure is not None and (not self._arrived or isinstance(self._failure, ClientGone)):
-            raise self._failure
+        self.wake.clear()
+        if self.failure is not None and (not self._arrived or isinstance(self.failure, ClientGone)):
+            raise self.failure
         arrived, self._arrived, self._backlog = self._arrived, [], 0
-        if self._failure is not None:
-            self._wake.set()
+        if self.failure is not None:
+            self.wake.set()
         return arrived
 
     def push(self, choice: Choice, delta: TokenDelta) -> bool:
@@ -180,7 +178,7 @@ class InflightRequest:
     def deliver(self) -> Callable[[], None] | None:
         """Return a function that sends the buffered deltas; None: the response's task was woken to send the deltas."""
         send = None
-        if self._at_once is not None and self._arrived and not self._wake.is_set():
+        if self._at_once is not None and self._arrived and not self.wake.is_set():
             try:
                 send = self._at_once(self._arrived)
             except Exception:  # the caller delivers to further requests next
@@ -188,30 +186,21 @@ class InflightRequest:
                 self._arrived.clear()
                 self.fail(ApiError("internal error"))
         if send is None:
-            self._wake.set()
+            self.wake.set()
         else:
             self._arrived, self._backlog = [], 0
         return send
 
     def fail(self, error: ApiError) -> None:
         """End the request with an error. After the first call, further calls have no effect."""
-        if self._failure is None:
-            self._failure = error
-            self._wake.set()
-
-    def wake(self) -> None:
-        """Wake the task of the response to send a keep-alive."""
-        self._wake.set()
-
-    @property
-    def failure(self) -> ApiError | None:
-        """Error that ends the request, even if the error is not sent yet; None without an error."""
-        return self._failure
+        if self.failure is None:
+            self.failure = error
+            self.wake.set()
 
     @property
     def has_failed(self) -> bool:
         """True if the request ends with an error, even if the error is not sent yet."""
-        return self._failure is not None
+        return self.failure is not None
 
     @property
     def has_started(self) -> bool:

@@ -71,9 +71,7 @@ class GrammarChecker:
             del self._answers[next(iter(self._answers))]
         self._observe(wanted.kind, "refused" if "error" in answer else "accepted", seconds)
         if "error" in answer:
-            raise InvalidRequest(
-                f"{wanted.param}: this output format cannot be enforced: {answer['error']}", param=wanted.param
-            )
+            raise InvalidRequest.of(wanted.param, f": this output format cannot be enforced: {answer['error']}")
         return answer["grammar"]
 
     def close(self) -> None:

@@ -4,11 +4,11 @@ A test of parity calls `prove`. `make test` prints the table at its end. `make f
 families, prints the table, and writes model/huggingface/family_proofs.json.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date
 
-from model.huggingface.families.table import FAMILIES
-from model.huggingface.family_proofs import Proofs, read_proofs
+from model.huggingface.families.table import FAMILIES, PROOFS_FILE
+from model.io.files import read_json
 
 # Name of each check, and what equals the transformers library's results.
 CHECKS = {
@@ -47,7 +47,7 @@ def outcomes(reports: Iterable[tuple[list[tuple[str, object]], bool]]) -> dict[t
 
 def table(found: dict[tuple[str, str], bool]) -> Iterator[str]:
     """Yield the lines of the table. A check that did not run shows the date of its last proof, if it has one."""
-    proofs = read_proofs()
+    proofs = read_json(PROOFS_FILE)
 
     def cell(family: str, check: str) -> str:
         if (family, check) in found:
@@ -59,7 +59,7 @@ def table(found: dict[tuple[str, str], bool]) -> Iterator[str]:
         yield f"{family:<18}" + "".join(f"{cell(family, check):<12}" for check in CHECKS).rstrip()
 
 
-def updated(proofs: Proofs, found: dict[tuple[str, str], bool]) -> Proofs:
+def updated(proofs: Mapping[str, Mapping[str, str]], found: dict[tuple[str, str], bool]) -> dict[str, dict[str, str]]:
     """Return proofs with today's date for each check that passed, and without those that failed."""
     today = date.today().isoformat()
     now = {family: {check: today for check in CHECKS if found.get((family, check))} for family in FAMILIES}
@@ -69,5 +69,5 @@ def updated(proofs: Proofs, found: dict[tuple[str, str], bool]) -> Proofs:
             for check in CHECKS
             if (day := now[family].get(check) or proofs.get(family, {}).get(check)) and found.get((family, check), True)
         }
-        for family in FAMILIES
+        for family in sorted(FAMILIES)
     }

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from model.gguf.architectures import GGUF_FAMILIES
-from model.huggingface.families.table import FAMILIES
-from model.huggingface.family_proofs import read_proofs, write_proofs
+from model.huggingface.families.table import FAMILIES, PROOFS_FILE
+from model.io.files import read_json, write_json
 from service.cli.families import family_facts
 from service.cli.main import main
 from tests.families.models import CASES
@@ -19,7 +19,7 @@ from tests.model.gguf.test_architectures import EXPRESSIBLE
 
 def test_every_family_of_the_table_has_a_proof() -> None:
     """`make families` writes the file after a family was added."""
-    proofs = read_proofs()
+    proofs = read_json(PROOFS_FILE)
     assert proofs.keys() == FAMILIES.keys()
     served = {case.family for case, _ in SERVED.values()}
     for family, proof in proofs.items():
@@ -62,9 +62,9 @@ def test_the_table_shows_results_of_this_run_and_dates_of_others(tmp_path: Path)
     rows = {line.split()[0]: line.split()[1:] for line in list(table(found))[1:]}
     assert rows["llama"][:2] == ["passed", "FAILED"]
     assert rows["qwen2"][0] == "passed"
-    assert rows["qwen2"][1] == read_proofs()["qwen2"]["greedy"]
+    assert rows["qwen2"][1] == read_json(PROOFS_FILE)["qwen2"]["greedy"]
     before = {"llama": {"greedy": "2026-01-02", "GGUF": "2026-01-02"}, "no family": {"GGUF": "2026-01-02"}}
-    write_proofs(updated(before, found), tmp_path / "proofs.json")
-    after, today = read_proofs(tmp_path / "proofs.json"), date.today().isoformat()
+    write_json(tmp_path / "proofs.json", updated(before, found))
+    after, today = read_json(tmp_path / "proofs.json"), date.today().isoformat()
     assert after["llama"] == {"logprobs": today, "GGUF": "2026-01-02"}
     assert after.keys() == FAMILIES.keys()

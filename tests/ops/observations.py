@@ -61,6 +61,11 @@ def finish(reason: FinishReason, *, num_completion_tokens: int = 9) -> Finish:
     )
 
 
+def with_api_load(metrics: Metrics) -> None:
+    metrics.set_gauge("api_requests", 3)
+    metrics.set_gauge("api_tasks", 11)
+
+
 def finished(
     metrics: Metrics,
     reason: FinishReason = FinishReason.STOP,
@@ -141,7 +146,7 @@ OBSERVATIONS = (
     Observation(name="step", make=lambda metrics: metrics.observe_engine(STEP), changes=_STEPPED),
     Observation(
         name="first_token",
-        make=lambda metrics: metrics.observe_first_token(0.25),
+        make=lambda metrics: metrics.observe("time_to_first_token_seconds", 0.25),
         changes=_once("time_to_first_token_seconds", 0.25),
     ),
     Observation(
@@ -157,7 +162,7 @@ OBSERVATIONS = (
     ),
     Observation(
         name="retry_after_error",
-        make=lambda metrics: metrics.observe_retry_after_error(-0.125),
+        make=lambda metrics: metrics.observe("retry_after_error_seconds", -0.125),
         changes={'retry_after_error_seconds_bucket{le="+Inf"}': 1},  # no sum and count, since values may be negative
     ),
     Observation(
@@ -193,7 +198,7 @@ OBSERVATIONS = (
     ),
     Observation(
         name="worker_ready",
-        make=lambda metrics: metrics.set_worker_ready(1, True),
+        make=lambda metrics: metrics.set_gauge("worker_ready", True, "1"),
         changes={'worker_ready{worker="1"}': 1},
     ),
     Observation(
@@ -208,7 +213,7 @@ OBSERVATIONS = (
     ),
     Observation(
         name="api",
-        make=lambda metrics: metrics.observe_api(num_requests=3, num_tasks=11),
+        make=with_api_load,
         changes={"api_requests": 3, "api_tasks": 11},
     ),
     Observation(

@@ -109,7 +109,7 @@ def test_counters_with_known_labels_begin_at_zero(metrics: Metrics) -> None:
 
 
 def test_a_histogram_bound_includes_an_equal_value(metrics: Metrics) -> None:
-    metrics.observe_first_token(0.25)
+    metrics.observe("time_to_first_token_seconds", 0.25)
     samples = scrape(metrics)
     assert samples['time_to_first_token_seconds_bucket{le="0.16"}'] == 0
     assert samples['time_to_first_token_seconds_bucket{le="0.25"}'] == 1

@@ -4,9 +4,9 @@ Source of names and defaults: the classes `BloomConfig` and `BloomForCausalLM` o
 """
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, PositionKind
+from model.config_enums import MlpKind, PositionKind
 from model.huggingface.families.reading.family import Layout, ModelFamily, Names, plain
-from model.huggingface.families.reading.llama_like import size_of_heads
+from model.huggingface.families.reading.llama_like import layer_norm_fields
 from model.huggingface.families.reading.reader import ConfigReader
 
 # Keys of the training code. `slow_but_exact` adds parts of a matrix product in another order.
@@ -32,19 +32,14 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
         vocab_size=reader.size("vocab_size", 250880),
         max_context_length=reader.size("seq_length", 2048),  # of the training; ALiBi itself has no limit
         num_layers=reader.num_layers("n_layer", 2),
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size_of_heads(reader, width, heads),
+        **layer_norm_fields(reader, width, heads),
         mlp_size=4 * width,
         position=PositionKind.ALIBI,
         rope_theta=10000.0,
-        norm=NormKind.LAYER_NORM,
         norm_eps=reader.number("layer_norm_epsilon", 1e-5),
         mlp=MlpKind.GELU,
         attention_bias=True,
         mlp_bias=True,
-        qk_norm=False,
         tie_embeddings=reader.flag("tie_word_embeddings", True),
         embedding_norm=True,
     )

@@ -6,8 +6,9 @@ Source of names and defaults: the classes `FalconConfig` and `FalconForCausalLM`
 
 from model.config import ModelConfig
 from model.config_enums import NormKind, PositionKind
+from model.huggingface.families.bloom import BLOOM
 from model.huggingface.families.gpt import ACTIVATIONS
-from model.huggingface.families.reading.family import Layout, ModelFamily, Names, plain
+from model.huggingface.families.reading.family import ModelFamily
 from model.huggingface.families.reading.llama_like import read_one_rope, size_of_heads
 from model.huggingface.families.reading.reader import ConfigReader
 
@@ -61,17 +62,7 @@ FALCON = ModelFamily(
     model_type="falcon",
     architectures=("FalconForCausalLM", "FalconModel"),
     read_config=_read_config,
-    names={
-        "token_embedding": plain("word_embeddings"),
-        "layers.#.attention_norm": plain("h.#.input_layernorm"),
-        "layers.#.attention.qkv": Names(("h.#.self_attention.query_key_value",), Layout.INTERLEAVED_HEADS),
-        "layers.#.attention.out": plain("h.#.self_attention.dense"),
-        "layers.#.mlp_norm": plain("h.#.post_attention_layernorm"),
-        "layers.#.mlp.up": plain("h.#.mlp.dense_h_to_4h"),
-        "layers.#.mlp.down": plain("h.#.mlp.dense_4h_to_h"),
-        "final_norm": plain("ln_f"),
-        "lm_head": plain("lm_head"),
-    },
+    names=BLOOM.names,
     prefix="transformer.",
     ignored_tensors=(r"h\.\d+\.self_attention\.(maybe_rotary|rotary_emb)\.inv_freq",),
 )

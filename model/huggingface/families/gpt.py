@@ -7,9 +7,9 @@ Source of names and defaults: the classes `…Config` and `…ForCausalLM` of th
 """
 
 from model.config import ModelConfig
-from model.config_enums import MlpKind, NormKind, PositionKind
+from model.config_enums import MlpKind, PositionKind
 from model.huggingface.families.reading.family import Layout, ModelFamily, Names, plain
-from model.huggingface.families.reading.llama_like import size_of_heads
+from model.huggingface.families.reading.llama_like import layer_norm_fields
 from model.huggingface.families.reading.reader import ConfigReader, read_rope
 
 ACTIVATIONS = {
@@ -32,19 +32,14 @@ def _read_gpt2_config(reader: ConfigReader) -> ModelConfig:
         vocab_size=reader.size("vocab_size", 50257),
         max_context_length=positions,
         num_layers=reader.num_layers("n_layer", 12),
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size_of_heads(reader, width, heads),
+        **layer_norm_fields(reader, width, heads),
         mlp_size=4 * width if inner is None else inner,
         position=PositionKind.LEARNED,
         rope_theta=10000.0,
-        norm=NormKind.LAYER_NORM,
         norm_eps=reader.number("layer_norm_epsilon", 1e-5),
         mlp=reader.choice("activation_function", "gelu_new", ACTIVATIONS),
         attention_bias=True,
         mlp_bias=True,
-        qk_norm=False,
         tie_embeddings=reader.flag("tie_word_embeddings", True),
         score_scale=None if reader.flag("scale_attn_weights", True) else 1.0,
     )
@@ -77,7 +72,7 @@ GPT2 = ModelFamily(
 
 def _read_neox_config(reader: ConfigReader) -> ModelConfig:
     width, heads = reader.size("hidden_size", 6144), reader.size("num_attention_heads", 64)
-    head_dim = size_of_heads(reader, width, heads)
+    fields = layer_norm_fields(reader, width, heads)
     positions = reader.size("max_position_embeddings", 2048)
     rope = read_rope(
         reader,
@@ -93,21 +88,16 @@ def _read_neox_config(reader: ConfigReader) -> ModelConfig:
         vocab_size=reader.size("vocab_size", 50432),
         max_context_length=positions,
         num_layers=reader.num_layers("num_hidden_layers", 44),
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=head_dim,
+        **fields,
         mlp_size=reader.size("intermediate_size", 24576),
         position=PositionKind.ROTARY,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
-        rotary_dim=rope.dim(head_dim),
-        norm=NormKind.LAYER_NORM,
+        rotary_dim=rope.dim(fields["head_dim"]),
         norm_eps=reader.number("layer_norm_eps", 1e-5),
         mlp=reader.choice("hidden_act", "gelu", ACTIVATIONS),
         attention_bias=reader.flag("attention_bias", True),
         mlp_bias=True,
-        qk_norm=False,
         tie_embeddings=reader.flag("tie_word_embeddings", False),
         parallel_residual=reader.flag("use_parallel_residual", True),
     )

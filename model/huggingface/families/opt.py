@@ -4,10 +4,10 @@ Source of names and defaults: the classes `OPTConfig` and `OPTForCausalLM` of th
 """
 
 from model.config import ModelConfig
-from model.config_enums import NormKind, PositionKind
+from model.config_enums import PositionKind
 from model.huggingface.families.gpt import ACTIVATIONS
 from model.huggingface.families.reading.family import ModelFamily, concatenated, plain
-from model.huggingface.families.reading.llama_like import size_of_heads
+from model.huggingface.families.reading.llama_like import layer_norm_fields
 from model.huggingface.families.reading.reader import ConfigReader
 
 # Flags with the only value that is implemented. Of the published checkpoints, only OPT-350M has another.
@@ -32,20 +32,15 @@ def _read_config(reader: ConfigReader) -> ModelConfig:
         vocab_size=reader.size("vocab_size", 50272),
         max_context_length=reader.size("max_position_embeddings", 2048),
         num_layers=reader.num_layers("num_hidden_layers", 12),
-        hidden_size=width,
-        num_heads=heads,
-        num_kv_heads=heads,
-        head_dim=size_of_heads(reader, width, heads),
+        **layer_norm_fields(reader, width, heads),
         mlp_size=reader.size("ffn_dim", 3072),
         position=PositionKind.LEARNED,
         position_offset=2,
         rope_theta=10000.0,
-        norm=NormKind.LAYER_NORM,
         norm_eps=1e-5,
         mlp=reader.choice("activation_function", "relu", ACTIVATIONS),
         attention_bias=has_bias,
         mlp_bias=has_bias,
-        qk_norm=False,
         tie_embeddings=reader.flag("tie_word_embeddings", True),
     )
 

@@ -28,7 +28,7 @@ PROMPTS = ((97, 0xF0, 98), (99,))
 SILENT: Any = SimpleNamespace(
     **dict.fromkeys(
         (
-            "observe_first_token",
+            "observe",
             "observe_inter_token",
             "observe_finish",
             "flush",

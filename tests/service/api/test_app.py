@@ -167,8 +167,8 @@ def test_an_invalid_worker_message_fails_requests_but_not_the_api_process(
     request = make_request(make_choice("a"))
     frontend.context.engine_client.submit(request)
     frontend.receive(b"\xc1")
-    assert request._failure is not None
-    assert request._failure.status == 500
+    assert request.failure is not None
+    assert request.failure.status == 500
 
 
 def test_a_content_length_that_is_not_a_number_is_rejected(client: TestClient) -> None:
@@ -228,7 +228,7 @@ def test_periodic_work_expires_requests_that_wait_too_long(
         tending.cancel()
 
     asyncio.run(run())
-    assert isinstance(request._failure, QueueTimeout)
+    assert isinstance(request.failure, QueueTimeout)
 
 
 def test_periodic_work_records_heartbeats(frontend: Frontend, lifecycle: Lifecycle) -> None:

@@ -307,7 +307,7 @@ def test_a_silent_stream_sends_keep_alive_comments(tools: Any) -> None:
     async def test() -> None:
         exchange = Exchange(CompletionStream, make_request(make_choice()), tools)
         await exchange.settle()
-        exchange.request.wake()
+        exchange.request.wake.set()
         await exchange.settle()
         assert (exchange.client.status, exchange.client.body) == (200, b": keep-alive\n\n")
         exchange.push(ids=(97,), text="a", finish=make_finish())

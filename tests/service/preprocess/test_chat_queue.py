@@ -12,7 +12,7 @@ from model.tokenizer.byte_level import ByteLevelTokenizer
 from service.http.request_io import MAX_CONTAINERS
 from service.preprocess.chat_format import ChatFormat
 from service.preprocess.chat_renderer import ChatPrompts
-from service.protocol.chat import MAX_PARTS, Message
+from service.protocol.chat import MAX_PARTS, Message, TokenizeRequest
 from service.protocol.errors import Overloaded
 from service.protocol.request_model import MAX_MESSAGES, MAX_PROMPTS
 from tests.service.echo import EchoChannel
@@ -50,7 +50,7 @@ def prompts(
 
 
 def encoding(prompts: ChatPrompts) -> "asyncio.Task[list[int]]":
-    return asyncio.create_task(prompts.encode([HELLO], add_generation_prompt=True, more=None))
+    return asyncio.create_task(prompts.encode(TokenizeRequest(messages=[HELLO]), [HELLO]))
 
 
 def test_conversations_waiting_too_long_behind_a_hanging_template_are_rejected(

@@ -177,8 +177,8 @@ def test_only_silent_requests_are_woken() -> None:
     async def test() -> None:
         desk = Desk()
         silent, lively = desk.submit(make_choice("a")), desk.submit(make_choice("b"))
-        silent.record_sent(1.0)
-        lively.record_sent(5.0)
+        silent.last_sent_seconds = 1.0
+        lively.last_sent_seconds = 5.0
         desk.engine_client.wake_silent_requests(since_seconds=3.0)
         assert await silent.next_deltas() == []
         waiting = asyncio.create_task(lively.next_deltas())

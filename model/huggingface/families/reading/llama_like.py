@@ -135,6 +135,18 @@ def read_one_rope(reader: ConfigReader, positions: int, head_dim: int, **options
     return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "rotary_dim": rope.dim(head_dim)}
 
 
+def layer_norm_fields(reader: ConfigReader, width: int, heads: int) -> dict[str, Any]:
+    """Return the ModelConfig fields of the sizes and norms of layers with layer norms, in which no heads share keys."""
+    return {
+        "hidden_size": width,
+        "num_heads": heads,
+        "num_kv_heads": heads,
+        "head_dim": size_of_heads(reader, width, heads),
+        "norm": NormKind.LAYER_NORM,
+        "qk_norm": False,
+    }
+
+
 def size_of_heads(reader: ConfigReader, width: int, heads: int) -> int:
     """Return the size of an attention head: hidden size / heads. Raises CheckpointError if not a whole number."""
     if width % heads:

@@ -1,4 +1,4 @@
-"""Fake model runner with a simulated clock, for tests of the engine."""
+"""Fake model runner with a simulated clock."""
 
 import copy
 import zlib
