@@ -1,4 +1,4 @@
-"""Fake model runner with a simulated clock."""
+"""Fake model runner with a simulated clock, for tests of the engine."""
 
 import copy
 import zlib
