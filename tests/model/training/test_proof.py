@@ -1,4 +1,4 @@
-"""Reproducibility: an interrupted run is bitwise identical to an uninterrupted run, and has the recorded losses.
+"""Reproducibility: an interrupted run has the recorded losses.
 
 docs/results/tales.jsonl is the log of `kvasir train --config model/training/configs/tales.toml --steps 200 --precision
 float32 --threads 1 --no-compile`.
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from model.checkpoint.manifest import read_manifest
 from model.training.config import TrainConfig, load_train_config
@@ -41,25 +40,16 @@ def run(directory: Path, name: str, stop_after: int | None = None) -> bool:
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_is_bitwise_equal_and_has_the_recorded_losses(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_the_recorded_losses(tmp_path: Path) -> None:
+    """tests/model/training/test_train.py compares the bits of interrupted and uninterrupted runs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        assert not run(tmp_path, "uninterrupted", stop_after=40)
-        for stop_after in (27, 40):
-            assert not run(tmp_path, "interrupted", stop_after)
-        weights = [load_file(tmp_path / name / "state.safetensors") for name in ("uninterrupted", "interrupted")]
+        assert not run(tmp_path, "interrupted", stop_after=27)
         assert run(tmp_path, "interrupted")
     finally:
         torch.set_num_threads(threads)
-    for key, tensor in weights[0].items():
-        assert torch.equal(tensor, weights[1][key]), key
-    first, losses = (
-        [line["loss"] for line in read_log(tmp_path / name / "log.jsonl")] for name in ("uninterrupted", "interrupted")
-    )
-    assert len(first) == 40
-    assert losses[:40] == first
-
+    losses = [line["loss"] for line in read_log(tmp_path / "interrupted" / "log.jsonl")]
     recorded = read_log(RECORD)
     assert [line["step"] for line in recorded] == list(range(STEPS))
     # Another CPU sums in another order, and differences in the last bit grow with each step.
