@@ -44,15 +44,15 @@ ENGINE_SIDE = {
 IMPORTS_LATE = {
     ("service/worker/worker.py", "_build_or_exit"),
     ("service/worker/worker.py", "build"),
+    ("service/server.py", "build_server"),  # the API process's imports run while the worker loads the model
     ("service/cli/inspect_attention.py", "main"),  # matplotlib is an extra
     ("loadtest/scenarios/bench_frontend.py", "build"),
     ("loadtest/inprocess/bench_command.py", "main"),
     ("loadtest/measurement/model_shapes.py", "write_random_checkpoint"),
 }
 TORCH_FREE = [
-    "service.api.app",
     "service.server",
-    "service.metrics.recorder",
+    "service.supervisor.api_process",
     "service.cli.main",
     "service.cli.inspect",
     "model.huggingface.family_table",

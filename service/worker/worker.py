@@ -21,10 +21,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from model.checkpoint.manifest import Manifest
 from model.system.c_library import end_with_parent, trim_heap
+from model.system.limits import has_nvidia_driver
 from model.tokenizer.interface import Tokenizer
 from service.config import log_setup
 from service.config.log_setup import FIELDS
@@ -54,6 +56,9 @@ _MESSAGE_SECONDS = 0.0005
 _MAX_DESCRIPTORS = 4
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"
+# Module that takes a quarter of the time of `import torch`. It computes the shapes of operators in torch.compile and
+# torch.export, which a worker without a GPU does not use.
+_UNUSED_IMPORT = "torch._meta_registrations"
 # Imported only where it is used, since it needs pyzmq.
 _PUBLISHER = "service.worker.cache_event_publisher:CacheEventPublisher"
 # Nice value of the standby's importing thread: the lowest priority, so that serving processes get the CPU first.
@@ -426,5 +431,7 @@ def _import_at_low_priority() -> None:
 
 
 def _import_engine() -> None:
+    if not has_nvidia_driver():
+        sys.modules[_UNUSED_IMPORT] = ModuleType(_UNUSED_IMPORT)
     with suppress(Exception):  # the worker imports the module again, and then reports the error
         importlib.import_module(_IMPORT)
