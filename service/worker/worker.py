@@ -57,7 +57,7 @@ _MAX_DESCRIPTORS = 4
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"
 # Module that takes a quarter of the time of `import torch`. It computes the shapes of operators in torch.compile and
-# torch.export, which a worker without a GPU does not use.
+# torch.export, which a worker without a GPU does not use. Without it there is no torch.Generator either.
 _UNUSED_IMPORT = "torch._meta_registrations"
 # Imported only where it is used, since it needs pyzmq.
 _PUBLISHER = "service.worker.cache_event_publisher:CacheEventPublisher"
@@ -120,7 +120,7 @@ def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
         name_thread("kvasir-standby")
     else:
         name_thread("kvasir-worker")
-        _import_engine()
+        import_engine()
     gc.freeze()
     memory, state, channel, *standby = received = _receive_order(descriptor)
     while standby and _fork_standby(parent):  # true in the standby
@@ -427,11 +427,12 @@ def _import_at_low_priority() -> None:
     """Import torch at the lowest priority, which only this thread gets: a process cannot raise its priority again."""
     with suppress(OSError):  # forbidden in some sandboxes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    _import_engine()
+    import_engine()
 
 
-def _import_engine() -> None:
+def import_engine() -> None:
+    """Import torch and all modules that build the engine."""
     if not has_nvidia_driver():
-        sys.modules[_UNUSED_IMPORT] = ModuleType(_UNUSED_IMPORT)
+        sys.modules.setdefault(_UNUSED_IMPORT, ModuleType(_UNUSED_IMPORT))
     with suppress(Exception):  # the worker imports the module again, and then reports the error
         importlib.import_module(_IMPORT)
