@@ -4,33 +4,24 @@ import dataclasses
 import logging
 import os
 import pickle
-import pkgutil
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from model.checkpoint.manifest import Manifest, read_manifest
 from model.io.files import CheckpointError
 from model.system.c_library import trim_heap
 from model.tokenizer.files import LateTokenizer
-from service.api.app import Frontend
-from service.config.settings import ServeSettings, SettingsError
-from service.http.api_keys import ApiKeys, read_api_keys
+from service.config.settings import ServeSettings
+from service.http.api_keys import read_api_keys
 from service.ipc.channel import Channel
 from service.ipc.shared_state import Lifecycle, WorkerState
-from service.metrics.recorder import Metrics
-from service.preprocess.served_model import ServedModel, read_adapters, read_served_model
+from service.preprocess.served_model import read_adapters, read_served_model
 from service.requests.adapters import ServedAdapter, loading_bytes
 from service.requests.engine_worker import EngineWorker
-from service.supervisor.api_process import ApiServer
 from service.supervisor.supervisor import StartError, Supervisor, check_port
 from service.supervisor.worker_process import WorkerProcess
 from service.supervisor.worker_slot import WorkerSlot
-from service.telemetry.request_record import Observe, RequestLog
 from service.worker.worker import VerifiedCheckpoint, Worker, WorkerOrder, importable_name, stamps_of
-
-if TYPE_CHECKING:
-    from service.telemetry.traces import RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +62,9 @@ def build_server(
             slot.confirm(pickle.dumps(verified))
         for warning in (*keys.warnings, *served.warnings()):
             logger.warning("%s", warning)
-        api = _make_api(settings, served, workers, keys, lifecycle)
+        from service.supervisor.api_process import make_api_server  # 0.4 s, in which the worker loads the model
+
+        api = make_api_server(settings, served, workers, keys, lifecycle)
     except BaseException:
         for process in (slots[0].process, standby):
             if process is not None:
@@ -86,17 +79,6 @@ def build_server(
         start_api=api.start,
         settings=settings,
         standby=standby,
-    )
-
-
-def _make_api(
-    settings: ServeSettings, served: ServedModel, workers: Sequence[EngineWorker], keys: ApiKeys, lifecycle: Lifecycle
-) -> ApiServer:
-    metrics = Metrics(served.model_name, len(workers))
-    observers, tracer = make_observers(settings, served, metrics)
-    frontend = Frontend(settings, served=served, workers=workers, lifecycle=lifecycle, metrics=metrics)
-    return ApiServer(
-        settings, frontend=frontend, workers=workers, keys=keys, lifecycle=lifecycle, observers=observers, tracer=tracer
     )
 
 
@@ -137,36 +119,3 @@ def _begin(slot: WorkerSlot, process: WorkerProcess | None, *, has_standby: bool
         raise StartError(
             f"the worker process cannot be started, because the operating system refused a resource: {error}"
         ) from error
-
-
-def make_observers(
-    settings: ServeSettings, served: ServedModel, metrics: Metrics
-) -> "tuple[list[Observe], RequestTracer | None]":
-    """Return the functions to call with the record of each request at its end, and the tracer of requests.
-
-    The list is empty without JSON logs and tracing. The tracer is None without --otlp-endpoint.
-    """
-    if settings.log_prompts:
-        logger.warning(
-            "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
-        )
-    endpoint = settings.otlp_endpoint
-    tracer = None if endpoint is None else load_tracer(endpoint, served.model_name, metrics)
-    observers: list[Observe] = [] if tracer is None else [tracer.record]
-    if settings.log_format == "json":
-        observers.append(RequestLog(served.model_name, served.tokenizer.decode if settings.log_prompts else None).write)
-    return observers, tracer
-
-
-def load_tracer(endpoint: str, model_name: str, metrics: Metrics) -> "RequestTracer":
-    """Import OpenTelemetry, an optional dependency, and return a tracer that is not started yet.
-
-    Raises SettingsError if OpenTelemetry is not installed.
-    """
-    try:
-        return pkgutil.resolve_name("service.telemetry.traces:RequestTracer")(endpoint, model_name, metrics)  # type: ignore[no-any-return]
-    except ModuleNotFoundError as error:
-        raise SettingsError(
-            f"--otlp-endpoint needs {error.name}, which is not installed; run pip install 'kvasir[traces]', "
-            "or remove --otlp-endpoint and unset OTEL_EXPORTER_OTLP_ENDPOINT"
-        ) from None

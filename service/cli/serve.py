@@ -1,5 +1,6 @@
 """Command `kvasir serve`."""
 
+import gc
 import multiprocessing
 import sys
 
@@ -14,8 +15,12 @@ def main(settings: ServeSettings, worker: WorkerProcess | None = None) -> int:
     """Run `kvasir serve` until a signal or failure, with `worker` as the first worker process. Return the exit code."""
     multiprocessing.current_process().name = "kvasir-main"  # for log lines
     log_setup.configure(settings.log_level, settings.log_format)
+    gc.disable()  # while the API's modules are imported
     try:
-        return build_server(settings, worker=worker).run()
+        supervisor = build_server(settings, worker=worker)
+        gc.freeze()
+        gc.enable()
+        return supervisor.run()
     except StartError as error:
         if str(error):
             print(f"kvasir serve: {error}", file=sys.stderr)

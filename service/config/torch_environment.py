@@ -1,6 +1,9 @@
-"""Environment variables of torch's libraries."""
+"""Environment variables of torch's libraries, and their loading ahead of the import of torch."""
 
+import ctypes
+import importlib.util
 import os
+import threading
 
 TORCH_ENVIRONMENT = {
     # PyTorch's operators run on OpenMP threads, unlike the native kernels. These threads sleep while they wait for each
@@ -26,6 +29,17 @@ def set_torch_environment() -> None:
     """
     for variable, value in TORCH_ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
+
+
+def load_torch_ahead() -> None:
+    """Load torch's largest library in a thread, while this process imports other modules. Errors are ignored.
+
+    The import of torch needs 0.2 s for this library, in which it holds the GIL.
+    """
+    if (spec := importlib.util.find_spec("torch")) is not None and spec.origin is not None:
+        path = os.path.join(os.path.dirname(spec.origin), "lib", "libtorch_cpu.so")
+        load = ctypes.CDLL(None).dlopen
+        threading.Thread(target=load, args=(os.fsencode(path), os.RTLD_NOW), daemon=True).start()
 
 
 def mig_instances() -> list[str]:

@@ -6,6 +6,7 @@ LitServe's own `run` is not used, as it needs a manager process and ignores SIGT
 import asyncio
 import logging
 import multiprocessing
+import pkgutil
 import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,16 +21,18 @@ from litserve import LitAPI, LitServer
 
 from service.api.app import Frontend
 from service.api.openapi import openapi_document
-from service.config.settings import ServeSettings
+from service.config.settings import ServeSettings, SettingsError
 from service.http.api_keys import ApiKeys
 from service.http.connection import BoundedHttpProtocol, ConnectionLimits, limit_connections
 from service.http.middleware import middlewares
 from service.http.request_io import install_error_handlers
 from service.ipc.shared_state import Lifecycle, Phase, name_thread
+from service.metrics.recorder import Metrics
+from service.preprocess.served_model import ServedModel
 from service.protocol.errors import ApiError
 from service.requests.engine_worker import EngineWorker
 from service.supervisor.supervisor import API_CLOSE_SECONDS, TRACE_FLUSH_SECONDS, listen
-from service.telemetry.request_record import Observe, RequestObserver, rejection
+from service.telemetry.request_record import Observe, RequestLog, RequestObserver, rejection
 
 if TYPE_CHECKING:
     from service.telemetry.traces import RequestTracer
@@ -152,3 +155,48 @@ class ApiServer(LitServer):  # type: ignore[misc]
             worker.channel.close()
         if self._tracer is not None:
             self._tracer.close(TRACE_FLUSH_SECONDS)
+
+
+def make_api_server(
+    settings: ServeSettings, served: ServedModel, workers: Sequence[EngineWorker], keys: ApiKeys, lifecycle: Lifecycle
+) -> ApiServer:
+    """Create the parts of the API process. Raises `SettingsError` if a setting cannot be used."""
+    metrics = Metrics(served.model_name, len(workers))
+    observers, tracer = _make_observers(settings, served, metrics)
+    frontend = Frontend(settings, served=served, workers=workers, lifecycle=lifecycle, metrics=metrics)
+    return ApiServer(
+        settings, frontend=frontend, workers=workers, keys=keys, lifecycle=lifecycle, observers=observers, tracer=tracer
+    )
+
+
+def _make_observers(
+    settings: ServeSettings, served: ServedModel, metrics: Metrics
+) -> "tuple[list[Observe], RequestTracer | None]":
+    """Return the functions to call with the record of each request at its end, and the tracer of requests.
+
+    The list is empty without JSON logs and tracing. The tracer is None without --otlp-endpoint.
+    """
+    if settings.log_prompts:
+        logger.warning(
+            "--log-prompts: the log contains the prompts and completions of all clients; restrict its readers"
+        )
+    endpoint = settings.otlp_endpoint
+    tracer = None if endpoint is None else load_tracer(endpoint, served.model_name, metrics)
+    observers: list[Observe] = [] if tracer is None else [tracer.record]
+    if settings.log_format == "json":
+        observers.append(RequestLog(served.model_name, served.tokenizer.decode if settings.log_prompts else None).write)
+    return observers, tracer
+
+
+def load_tracer(endpoint: str, model_name: str, metrics: Metrics) -> "RequestTracer":
+    """Import OpenTelemetry, an optional dependency, and return a tracer that is not started yet.
+
+    Raises SettingsError if OpenTelemetry is not installed.
+    """
+    try:
+        return pkgutil.resolve_name("service.telemetry.traces:RequestTracer")(endpoint, model_name, metrics)  # type: ignore[no-any-return]
+    except ModuleNotFoundError as error:
+        raise SettingsError(
+            f"--otlp-endpoint needs {error.name}, which is not installed; run pip install 'kvasir[traces]', "
+            "or remove --otlp-endpoint and unset OTEL_EXPORTER_OTLP_ENDPOINT"
+        ) from None

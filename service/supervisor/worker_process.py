@@ -20,7 +20,9 @@ from model.system.c_library import adopt_orphans
 # Garbage is collected when the worker serves: imported modules are no garbage, and collection takes an eighth of their
 # import time.
 _PROGRAM = (
-    "import gc, sys; gc.disable(); sys.path[:] = {path!r}; from service.worker.worker import main; main{arguments!r}"
+    "import gc, sys; gc.disable(); sys.path[:] = {path!r}; "
+    "from service.config.torch_environment import load_torch_ahead; load_torch_ahead(); "
+    "from service.worker.worker import main; main{arguments!r}"
 )
 _REPORT_BYTES = 16  # maximum length of a process id
 _REPORT_SECONDS = 1.0  # longest wait for the process id of a standby that a worker is forking, or was when it died

@@ -6,6 +6,7 @@ A carrier thread sends the events of a step to the API process while the engine 
 import functools
 import gc
 import importlib
+import importlib.metadata
 import logging
 import multiprocessing
 import os
@@ -21,10 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from model.checkpoint.manifest import Manifest
 from model.system.c_library import end_with_parent, trim_heap
+from model.system.limits import has_nvidia_driver
 from model.tokenizer.interface import Tokenizer
 from service.config import log_setup
 from service.config.log_setup import FIELDS
@@ -54,6 +57,10 @@ _MESSAGE_SECONDS = 0.0005
 _MAX_DESCRIPTORS = 4
 # Module whose import takes most of the start. It imports torch.
 _IMPORT = "service.worker.engine_factory"
+# Module that takes a quarter of the time of `import torch`. It computes the shapes of operators in torch.compile and
+# torch.export, which a worker without a GPU does not use. Without it there is no torch.Generator either.
+_UNUSED_IMPORT = "torch._meta_registrations"
+_TESTED_TORCH = "2.13."  # the beginning of the versions that are known to work without this module
 # Imported only where it is used, since it needs pyzmq.
 _PUBLISHER = "service.worker.cache_event_publisher:CacheEventPublisher"
 # Nice value of the standby's importing thread: the lowest priority, so that serving processes get the CPU first.
@@ -115,7 +122,7 @@ def main(descriptor: int, parent: int, is_standby: bool) -> NoReturn:
         name_thread("kvasir-standby")
     else:
         name_thread("kvasir-worker")
-        _import_engine()
+        import_engine()
     gc.freeze()
     memory, state, channel, *standby = received = _receive_order(descriptor)
     while standby and _fork_standby(parent):  # true in the standby
@@ -422,9 +429,12 @@ def _import_at_low_priority() -> None:
     """Import torch at the lowest priority, which only this thread gets: a process cannot raise its priority again."""
     with suppress(OSError):  # forbidden in some sandboxes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    _import_engine()
+    import_engine()
 
 
-def _import_engine() -> None:
+def import_engine() -> None:
+    """Import torch and all modules that build the engine."""
+    if not has_nvidia_driver() and importlib.metadata.version("torch").startswith(_TESTED_TORCH):
+        sys.modules.setdefault(_UNUSED_IMPORT, ModuleType(_UNUSED_IMPORT))
     with suppress(Exception):  # the worker imports the module again, and then reports the error
         importlib.import_module(_IMPORT)

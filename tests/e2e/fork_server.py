@@ -28,8 +28,8 @@ from service.supervisor.worker_process import WorkerProcess
 from service.worker import worker
 
 _MAX_MESSAGE_BYTES = 2**17
-# Modules that main and the worker import, with all modules that they import.
-_MODULES = ("service.cli.main", "service.cli.serve", "service.worker.engine_factory")
+# Modules that main imports, with all modules that they import.
+_MODULES = ("service.cli.main", "service.cli.serve", "service.supervisor.api_process")
 
 
 class ForkServer:
@@ -137,6 +137,7 @@ def fork_worker(cls: type[WorkerProcess], *, is_standby: bool = False) -> Worker
 
 if __name__ == "__main__":
     set_torch_environment()
+    worker.import_engine()
     for module in _MODULES:
         importlib.import_module(module)
     gc.freeze()

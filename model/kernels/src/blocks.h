@@ -56,10 +56,16 @@ inline float half_at(const uint8_t* from) {
     return to_float(x);
 }
 
-// Writes two codes for each of `count` bytes: those in the low halves, then those in the high halves.
-inline void split_bytes(const uint8_t* from, int count, int8_t* codes) {
-    for (int i = 0; i < count; ++i) codes[i] = static_cast<int8_t>(from[i] & 15);
-    for (int i = 0; i < count; ++i) codes[count + i] = static_cast<int8_t>(from[i] >> 4);
+// Writes two codes for each of `count` bytes, a multiple of 16: those in the low halves, then those in the high halves,
+// `number` added to each.
+inline void split_bytes(const uint8_t* from, int count, int8_t* codes, int number = 0) {
+    const __m128i low = _mm_set1_epi8(15), added = _mm_set1_epi8(static_cast<char>(number));
+    for (int i = 0; i < count; i += 16) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+        const __m128i lows = _mm_and_si128(bytes, low), highs = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), _mm_add_epi8(lows, added));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + count + i), _mm_add_epi8(highs, added));
+    }
 }
 
 inline void add_to(int8_t* codes, int count, int number) {
@@ -72,15 +78,14 @@ inline void unpack_32(const uint8_t* block, int8_t* codes, float* scale, float* 
     const uint8_t *fifth = block + (HAS_OFFSET ? 4 : 2), *others = fifth + (HAS_FIFTH ? 4 : 0);
     *scale = half_at(block);
     *offset = HAS_OFFSET ? half_at(block + 2) : 0.f;
-    split_bytes(others, 16, codes);
+    split_bytes(others, 16, codes, HAS_FIFTH ? 0 : -8);
     if constexpr (HAS_FIFTH) {
         uint32_t bits;
         std::memcpy(&bits, fifth, sizeof bits);
         for (int i = 0; i < 32; ++i) codes[i] = static_cast<int8_t>(codes[i] | (bits >> i & 1) << 4);
         if (!HAS_OFFSET) add_to(codes, 32, -16);
-    } else {
-        add_to(codes, 32, -8);
-        if (HAS_OFFSET) *offset += 8 * *scale;
+    } else if (HAS_OFFSET) {
+        *offset += 8 * *scale;
     }
 }
 

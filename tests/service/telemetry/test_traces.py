@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from service.config.settings import SettingsError
 from service.ipc.messages import Submit, decode_commands, encode_events
 from service.metrics.recorder import Metrics
-from service.server import load_tracer
+from service.supervisor.api_process import load_tracer
 from service.telemetry.request_record import Observe
 from service.telemetry.traces import CollectorExporter, RequestTracer
 from tests.service.echo import EchoChannel
@@ -243,5 +243,5 @@ def test_without_the_packages_the_start_fails_in_one_line(monkeypatch: pytest.Mo
 
 def test_without_an_endpoint_opentelemetry_is_not_imported() -> None:
     """Its import costs a start 70 ms (2 cores)."""
-    code = "import sys, service.server; sys.exit(any(name.startswith('opentelemetry.sdk') for name in sys.modules))"
+    code = "import sys, service.supervisor.api_process; sys.exit('opentelemetry.sdk' in sys.modules)"
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0
