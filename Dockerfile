@@ -58,11 +58,12 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     && pip install --no-compile --only-binary=:all: --require-hashes --no-deps --requirement requirements/serve.txt \
     && pip install --no-compile --only-binary=:all: \
         --index-url "${TORCH_INDEX:-https://download.pytorch.org/whl/$build}" --requirement requirements/torch.txt
-COPY README.md LICENSE pyproject.toml ./
+# Compiling the kernels takes minutes, so only a change of the model's folder repeats it.
 COPY model model
+RUN python -m model.kernels.build
+COPY README.md LICENSE pyproject.toml ./
 COPY service service
 COPY loadtest loadtest
-RUN python -m model.kernels.build
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . && pip install --no-compile --no-deps /wheels/*.whl
 # Remove files that serving never loads: torch's headers and tests, pip, and on CPUs the dependencies of torch.compile.

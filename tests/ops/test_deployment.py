@@ -205,6 +205,7 @@ def test_dependencies_are_installed_before_sources_are_copied() -> None:
     first_source = next(i for i, text in enumerate(order) if text.startswith("COPY model"))
     assert installed < first_source
     assert "COPY requirements requirements" in order[:installed]
+    assert order.index("RUN python -m model.kernels.build") < order.index("COPY service service"), "compiled once"
 
 
 def test_the_wheel_contains_the_native_kernels() -> None:
