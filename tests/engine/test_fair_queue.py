@@ -1,6 +1,7 @@
 """Fair queue: the tenant with the fewest computed tokens is served next, however many requests it sends."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import msgspec
 from hypothesis import given
@@ -13,8 +14,8 @@ from service.ipc.messages import Submit
 from tests.engine.fakes import make_engine, make_submit
 
 
-def make_sequence(number: int, tenant: str, *, priority: int = 0) -> SequenceState:
-    submit = make_submit(str(number), [1], arrival=float(number), priority=priority)
+def make_sequence(number: int, tenant: str, *, priority: int = 0, deadline: float | None = None) -> SequenceState:
+    submit = make_submit(str(number), [1], arrival=float(number), priority=priority, deadline=deadline)
     submit = msgspec.structs.replace(submit, tenant=tenant)
     return SequenceState(submit, arrival_number=number, max_context_length=16)
 
@@ -88,6 +89,30 @@ def test_a_priority_orders_sequences_of_one_tenant_only() -> None:
     for number in range(2, 6):
         queue.add(make_sequence(number, "flood", priority=-1000))
     assert Counter(uid in "01" for uid in (take(queue) for _ in range(4))) == {True: 2, False: 2}
+
+
+class WatchedQueue(FairQueue):
+    """Fair queue that counts the sequences that are looked at one by one."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        self.num_looks += len(self)
+        return super().__iter__()
+
+
+def test_waiting_sequences_are_not_looked_at_before_a_deadline_has_passed() -> None:
+    queue = WatchedQueue()
+    for number in range(200):
+        queue.add(make_sequence(number, "a", deadline=60.0 + number))
+    assert not any(queue.expired(float(now)) for now in range(61))
+    assert queue.num_looks == 0
+    for _ in range(3):
+        take(queue)
+    queue.num_looks = 0
+    assert not any(queue.expired(now) for now in (60.5, 61.5, 62.5, 63.0))
+    assert queue.num_looks == len(queue)  # once, after the deadline of a sequence that has left
+    assert [sequence.uid for sequence in queue.expired(64.5)] == ["3", "4"]
 
 
 @given(

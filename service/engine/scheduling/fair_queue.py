@@ -8,6 +8,7 @@ tokens of the running sequences, even if one tenant sends far more requests. The
 rank.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
@@ -24,6 +25,7 @@ class FairQueue:
         self._queues: dict[str, list[SequenceState]] = {}  # by tenant, each sorted by rank
         self._num_served: dict[str, int] = {}  # tokens by tenant: all waiting tenants, and some others
         self._length = 0
+        self._due_seconds = math.inf  # no deadline of a waiting sequence that has never run is earlier
 
     def __len__(self) -> int:
         return self._length
@@ -38,6 +40,8 @@ class FairQueue:
             self._join(tenant)
         insort(self._queues[tenant], sequence, key=by_rank)
         self._length += 1
+        if sequence.deadline_seconds is not None and sequence.first_scheduled_seconds is None:
+            self._due_seconds = min(self._due_seconds, sequence.deadline_seconds)
 
     def remove(self, tenant: str, rank: tuple[float, int]) -> None:
         queue = self._queues[tenant]
@@ -55,9 +59,16 @@ class FairQueue:
         return queues[tenant][0]
 
     def expired(self, now: float) -> list[SequenceState]:
-        """Return the waiting sequences that have never run and whose deadline has passed."""
-        late = (s for s in self if s.deadline_seconds is not None and s.deadline_seconds < now)
-        return [sequence for sequence in late if sequence.first_scheduled_seconds is None]
+        """Return the waiting sequences that have never run and whose deadline has passed.
+
+        Sequences are looked at only once a deadline has passed, because the scheduler asks before every step.
+        """
+        if now <= self._due_seconds:
+            return []
+        timed = [(s.deadline_seconds, s) for s in self if s.first_scheduled_seconds is None]
+        due = [(seconds, sequence) for seconds, sequence in timed if seconds is not None]
+        self._due_seconds = min((seconds for seconds, _ in due if seconds >= now), default=math.inf)
+        return [sequence for seconds, sequence in due if seconds < now]
 
     def charge(self, tenant: str, num_tokens: int) -> None:
         """Add computed tokens to a tenant's counter of served tokens. A tenant without a counter is ignored."""

@@ -89,7 +89,6 @@ class Scheduler:
         self._waiting = FairQueue()
         self._running: list[SequenceState] = []  # by rank
         self._ended: list[SequenceState] = []
-        self._num_with_deadline = 0
         self._num_preemptions = self._num_prompt_tokens = 0  # of the step that is being planned
 
     @property
@@ -132,15 +131,13 @@ class Scheduler:
             self._max_step_tokens = self._config.max_batched_tokens
         self._sequences[sequence.uid] = sequence
         self._waiting.add(sequence)
-        self._num_with_deadline += sequence.deadline_seconds is not None
         if sequence.num_prior_tokens and sequence.check_end():
             self._ended.append(sequence)  # the previous attempt had sampled all tokens, and only its ending was lost
 
     def take_ended(self) -> list[SequenceState]:
         """Remove and return the waiting sequences that end without being computed, such as after a passed deadline."""
-        if self._num_with_deadline:
-            for sequence in self._waiting.expired(self._clock()):
-                self.finish_uncomputed(sequence, FinishReason.ABORT)
+        for sequence in self._waiting.expired(self._clock()):
+            self.finish_uncomputed(sequence, FinishReason.ABORT)
         ended, self._ended = self._ended, []
         for sequence in ended:
             self._retire(sequence.uid)
@@ -383,7 +380,6 @@ class Scheduler:
         self._waiting.check_integrity()
         placed = [*self._running, *self._waiting]
         assert sorted(s.uid for s in placed) == sorted(self._sequences), "a sequence is lost or queued twice"
-        assert sum(s.deadline_seconds is not None for s in placed) == self._num_with_deadline
         self._pool.check_integrity([sequence.block_table for sequence in self._running])
 
     def _running_sequence(self, chunk: Chunk) -> SequenceState | None:
@@ -533,4 +529,3 @@ class Scheduler:
         else:
             self._waiting.remove(sequence.tenant, sequence.rank)
         sequence.status = SequenceStatus.FINISHED
-        self._num_with_deadline -= sequence.deadline_seconds is not None
