@@ -13,7 +13,8 @@ namespace kvasir {
 namespace {
 
 constexpr int SPLIT = 4 * TILE;
-constexpr int MAX_TASK_ROWS = 16 * 6;
+constexpr int MAX_TASK_ROWS = 192;
+constexpr int BLOCK_ROWS = 24;  // rows whose products stay in a first-level cache; a multiple of ROWS
 constexpr float LOG2_E = 1.44269504f;
 
 // Ranges of query rows, key/value heads and splits of one sequence. A row is a token and one of the query heads that
@@ -401,22 +402,28 @@ private:
     void attend_many(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax,
                      const Tile<C>& next) const {
         const int rows = tile.task->num_rows(), heads = tile.task->num_heads();
-        const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
+        const int num_groups = groups_of(tile.num_tokens);
         for (int head = 0; head < heads; ++head) {
             const int64_t from = head * call.head_size;
             // Prefetches a share of the next tile's tokens, each with all its heads, in memory order.
             const int num_next = next.task == nullptr ? 0 : next.num_tokens;
             TilePrefetcher<C> prefetcher{next.keys.pool, next.values.pool, next.at, num_next * head / heads,
                                          num_next * (head + 1) / heads, next.keys.size, 0};
-            const int first = head * rows;
             pack_keys<C>(tile.keys.pool + from, tile.at, num_groups, size, arrays.keys, prefetcher);
-            multiply<A>(arrays.queries + static_cast<int64_t>(first) * num_terms, num_terms, rows, arrays.keys, TILE,
-                        num_terms, arrays.products, TILE, num_groups, nullptr, prefetcher);
-            compute_head_weights(tile, head, arrays.products, arrays.weights, arrays.factors, softmax + first);
             pack_values<C>(tile.values.pool + from, tile.at, tile.num_tokens, size, width, arrays.values, prefetcher);
-            multiply<A>(arrays.weights, TILE / A::PER_TERM, rows, arrays.values, width,
-                        (tile.num_tokens + A::PER_TERM - 1) / A::PER_TERM, sums + static_cast<int64_t>(first) * width,
-                        width, width / LANES, arrays.factors, prefetcher);
+            for (int row = 0; row < rows; row += BLOCK_ROWS) {
+                const int num_rows = std::min(BLOCK_ROWS, rows - row), first = head * rows + row;
+                const int64_t last = position_of(tile.task->sequence, tile.task->first_row + row + num_rows - 1);
+                const auto num_tokens = static_cast<int>(std::min<int64_t>(tile.num_tokens, last + 1 - tile.start));
+                if (num_tokens <= 0) continue;
+                multiply<A>(arrays.queries + static_cast<int64_t>(first) * num_terms, num_terms, num_rows, arrays.keys,
+                            TILE, num_terms, arrays.products, TILE, groups_of(num_tokens), nullptr, prefetcher);
+                compute_head_weights(tile, head, row, num_rows, num_tokens, arrays.products, arrays.weights,
+                                     arrays.factors, softmax + first);
+                multiply<A>(arrays.weights, TILE / A::PER_TERM, num_rows, arrays.values, width,
+                            (num_tokens + A::PER_TERM - 1) / A::PER_TERM, sums + static_cast<int64_t>(first) * width,
+                            width, width / LANES, arrays.factors, prefetcher);
+            }
             while (prefetcher.token < prefetcher.end_token) prefetcher.prefetch();
         }
     }
@@ -425,7 +432,7 @@ private:
     void attend_few(const Tile<C>& tile, const Arrays& arrays, float* sums, Softmax* softmax,
                     SpanPrefetcher<C>& prefetcher) const {
         const int heads = tile.task->num_heads(), stride = TILE / A::PER_TERM;
-        const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
+        const int num_groups = groups_of(tile.num_tokens);
         with_rows<FEW_ROWS>(tile.task->num_rows(), [&](auto m) {
             constexpr int M = decltype(m)::value;
             for (int number = 0; number < num_groups * heads; ++number) {
@@ -434,8 +441,8 @@ private:
                                  size, arrays.products + head * M * TILE + start, prefetcher);
             }
             for (int head = 0, first = 0; head < heads; ++head, first += M) {
-                compute_head_weights(tile, head, arrays.products + first * TILE, arrays.weights + first * stride,
-                                     arrays.factors + first, softmax + first);
+                compute_head_weights(tile, head, 0, M, tile.num_tokens, arrays.products + first * TILE,
+                                     arrays.weights + first * stride, arrays.factors + first, softmax + first);
             }
             for (int start = 0; start < tile.num_tokens; start += A::VALUES_AT_ONCE) {
                 for (int head = 0, first = 0; head < heads; ++head, first += M) {
@@ -448,12 +455,14 @@ private:
         });
     }
 
-    // Turns the products of one head into weights. head: index relative to the task's first head. With an int8 cache,
-    // the scales of keys multiply the products, and the scales of values multiply the weights.
-    void compute_head_weights(const Tile<C>& tile, int head, float* products, Term* weights, float* factors,
-                              Softmax* softmax) const {
+    // Turns the products of some rows of one head into weights. head, first_row: indices relative to the task's first head
+    // and row. With an int8 cache, the scales of keys multiply the products, and the scales of values multiply the weights.
+    // Never inlined: GCC would make a copy for every number of rows.
+    __attribute__((noinline, noclone)) void compute_head_weights(const Tile<C>& tile, int head, int first_row, int num_rows,
+                                                                 int num_tokens, float* products, Term* weights,
+                                                                 float* factors, Softmax* softmax) const {
         const Task& task = *tile.task;
-        const int num_groups = (tile.num_tokens + LANES - 1) / LANES;
+        const int num_groups = groups_of(num_tokens);
         const bool is_capped = call.soft_cap > 0;
         const float scale = is_capped ? LOG2_E : call.scale * LOG2_E;
         float key_scales[TILE], value_scales[TILE];
@@ -462,31 +471,44 @@ private:
             load_scales(call.value_scales, tile, task.first_head + head, value_scales);
         }
         // Most tiles are seen by all rows, which then need no positions.
+        first_row += task.first_row;
         const bool is_whole = call.bias == nullptr &&
-                              position_of(task.sequence, task.first_row) >= tile.start + TILE - 1 &&
-                              first_visible(position_of(task.sequence, task.end_row - 1)) <= tile.start;
-        for (int row = 0; row < task.num_rows();
-             ++row, products += TILE, weights += TILE / A::PER_TERM, ++softmax, ++factors) {
+                              position_of(task.sequence, first_row) >= tile.start + TILE - 1 &&
+                              first_visible(position_of(task.sequence, first_row + num_rows - 1)) <= tile.start;
+        const auto visible_to = [&](int row) -> Visible {
+            if (is_whole) return {0, TILE};
+            const int64_t position = position_of(task.sequence, first_row + row);
+            return {static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE)),
+                    static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE))};
+        };
+        // A loop of its own finds the largest scores: in one loop, each row would wait for its largest score.
+        for (int row = 0; row < num_rows; ++row) {
+            float* of_row = products + row * TILE;
             for (int at = 0; HAS_SCALES && at < num_groups * LANES; at += LANES) {
-                store(products + at, mul(load(products + at), load(key_scales + at)));
+                store(of_row + at, mul(load(of_row + at), load(key_scales + at)));
             }
             for (int at = 0; is_capped && at < num_groups * LANES; at += LANES) {
-                store(products + at, soft_cap(load(products + at), call.scale / call.soft_cap, call.soft_cap));
+                store(of_row + at, soft_cap(load(of_row + at), call.scale / call.soft_cap, call.soft_cap));
             }
-            int first = 0, end = TILE;
             if (is_whole) {
-                *factors = compute_weights<A, true>(products, GROUPS, first, end, scale, nullptr, *softmax, weights);
-            } else {
-                const int64_t position = position_of(task.sequence, task.first_row + row);
-                first = static_cast<int>(std::clamp<int64_t>(first_visible(position) - tile.start, 0, TILE));
-                end = static_cast<int>(std::clamp<int64_t>(position + 1 - tile.start, 0, TILE));
-                const int query_head = (task.first_head + head) * group + (task.first_row + row) % group;
-                const float* bias = call.bias == nullptr ? nullptr
-                                                         : call.bias + query_head * call.bias_stride +
-                                                               call.bias_length - 1 - position + tile.start;
-                *factors = compute_weights<A, false>(products, num_groups, first, end, scale, bias, *softmax, weights);
+                factors[row] = update_largest<true>(of_row, GROUPS, {}, scale, nullptr, softmax[row]);
+                continue;
             }
-            if constexpr (HAS_SCALES) scale_weights(value_scales, num_groups, first, end, weights);
+            const int query_head = (task.first_head + head) * group + (first_row + row) % group;
+            const float* bias = call.bias == nullptr ? nullptr
+                                                     : call.bias + query_head * call.bias_stride + call.bias_length - 1 -
+                                                           position_of(task.sequence, first_row + row) + tile.start;
+            factors[row] = update_largest<false>(of_row, num_groups, visible_to(row), scale, bias, softmax[row]);
+        }
+        const float rest = call.bias == nullptr ? scale : 1.f;  // biased scores are scaled
+        for (int row = 0; row < num_rows; ++row, products += TILE, weights += TILE / A::PER_TERM) {
+            const Visible visible = visible_to(row);
+            if (is_whole) {
+                compute_weights<A, true>(products, GROUPS, visible, rest, factors[row], softmax[row], weights);
+            } else {
+                compute_weights<A, false>(products, num_groups, visible, rest, factors[row], softmax[row], weights);
+            }
+            if constexpr (HAS_SCALES) scale_weights(value_scales, num_groups, visible, weights);
         }
     }
 };

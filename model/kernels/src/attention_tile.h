@@ -25,6 +25,7 @@ constexpr int ROWS = 6, COLUMNS = 4;  // accumulators take 24 of 32 registers
 constexpr int ROWS = 2, COLUMNS = 2;  // accumulators take 8 of 16 registers, two each
 #endif
 
+inline int groups_of(int num_tokens) { return (num_tokens + LANES - 1) / LANES; }
 inline int round_up(int count, int multiple) { return (count + multiple - 1) / multiple * multiple; }
 
 // Arithmetic of cache type T, computed in float. Term: operand of one step of a sum, PER_TERM numbers of one row.
@@ -44,6 +45,7 @@ struct Widened {
             offset += LANES;
         }
     }
+    static Lanes exp2_of(Lanes x) { return exp2(x); }
     static void store_weights(Term* to, Lanes weights) { store(to, weights); }
 };
 
@@ -72,6 +74,14 @@ struct Pairs {
         const __m512i second = _mm512_maskz_loadu_epi16(mask, tokens[1] + offset);
         registers[0].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, low, second));
         registers[1].v = _mm512_castsi512_ps(_mm512_permutex2var_epi16(first, high, second));
+    }
+    // As exp2, with a relative error of 1e-4: a twentieth of the rounding to bfloat16.
+    static Lanes exp2_of(Lanes x) {
+        const Lanes bounded = max(splat(-126.f), x), n = round(bounded), rest = sub(bounded, n);
+        Lanes power = splat(5.50089297e-02f);
+        for (float coefficient : {2.42210972e-01f, 6.93282929e-01f, 1.f}) power = fma(power, rest, splat(coefficient));
+        const __m512i exponent = _mm512_slli_epi32(_mm512_cvtps_epi32(n.v), 23);
+        return {_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(power.v), exponent))};
     }
     static void store_weights(Term* to, Lanes weights) { store(reinterpret_cast<bf16*>(to), weights); }
 };
@@ -367,46 +377,59 @@ struct Softmax {
     float total = 0;
 };
 
-// Turns the products of one row into weights 2^(scale * product + bias - largest), and adds them to the row's softmax
-// state. The row sees tokens from first to end - 1; other tokens get weight 0. Returns the factor by which the row's
-// earlier sums must be multiplied.
-// IS_WHOLE: the row sees all tokens of the tile and has no bias.
-template <typename A, bool IS_WHOLE>
-inline float compute_weights(const float* products, int num_groups, int first, int end, float scale,
-                                const float* bias, Softmax& row, typename A::Term* weights) {
-    int from, to;  // the visible lanes of a group
-    const auto is_masked = [&](int group) {
-        from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
-        return to - from < LANES;
-    };
-    if constexpr (IS_WHOLE) num_groups = GROUPS;
-    Lanes scores[GROUPS], most = splat(MINUS_INFINITY);
+// Range of a tile's tokens that a row sees.
+struct Visible {
+    int first, end;
+
+    // Replaces the lanes of a group of tokens that the row does not see.
+    Lanes mask(int group, Lanes x, float by) const {
+        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
+        return to - from < LANES ? select(from, to, x, splat(by)) : x;
+    }
+};
+
+// Turns the products of one row into scores, scale * product + bias, unless the row is whole: it sees all tokens of the
+// tile and has no bias. Products without a bias stay unscaled. Updates the row's largest score, and returns the factor by
+// which the row's earlier sums must be multiplied.
+template <bool IS_WHOLE>
+inline float update_largest(float* products, int num_groups, Visible visible, float scale, const float* bias,
+                            Softmax& row) {
+    Lanes most = splat(MINUS_INFINITY);
     for (int group = 0; group < num_groups; ++group) {
-        Lanes score = mul(load(products + group * LANES), splat(scale));
-        if (!IS_WHOLE && bias != nullptr) score = add(score, load(bias + group * LANES));
-        if (!IS_WHOLE && is_masked(group)) score = select(from, to, score, splat(MINUS_INFINITY));
-        scores[group] = score;
+        Lanes score = load(products + group * LANES);
+        if constexpr (!IS_WHOLE) {
+            if (bias != nullptr) score = fma(score, splat(scale), load(bias + group * LANES));
+            score = visible.mask(group, score, MINUS_INFINITY);
+            store(products + group * LANES, score);
+        }
         most = max(most, score);
     }
     const float before = row.largest;
-    row.largest = std::max(before, largest(most));
+    row.largest = std::max(before, largest(most) * (bias == nullptr ? scale : 1.f));
+    // No branch on a new largest score, which a CPU cannot predict. The sums of a row without earlier keys are 0.
+    return row.largest == MINUS_INFINITY ? 1.f : exp2(before - row.largest);
+}
+
+// Turns the scores of one row into weights 2^(scale * score - largest), and adds them to the row's total. Tokens that the
+// row does not see get weight 0.
+template <typename A, bool IS_WHOLE>
+inline void compute_weights(const float* scores, int num_groups, Visible visible, float scale, float factor, Softmax& row,
+                            typename A::Term* weights) {
+    const Lanes shift = splat(-row.largest);
     Lanes total = zeros();
     for (int group = 0; group < num_groups; ++group) {
-        Lanes weight = exp2(sub(scores[group], splat(row.largest)));
-        if (!IS_WHOLE && is_masked(group)) weight = select(from, to, weight, zeros());
+        Lanes weight = A::exp2_of(fma(load(scores + group * LANES), splat(scale), shift));
+        if constexpr (!IS_WHOLE) weight = visible.mask(group, weight, 0);
         total = add(total, weight);
         A::store_weights(weights + group * (LANES / A::PER_TERM), weight);
     }
-    const float factor = before == row.largest ? 1.f : before == MINUS_INFINITY ? 0.f : exp2(before - row.largest);
     row.total = row.total * factor + sum(total);
-    return factor;
 }
 
-// Multiplies the weights of tokens from first to end - 1 by the tokens' scales. Other weights are 0 and stay 0.
-inline void scale_weights(const float* scales, int num_groups, int first, int end, float* weights) {
+// Multiplies the weights of tokens by the tokens' scales. Weights of tokens that the row does not see stay 0.
+inline void scale_weights(const float* scales, int num_groups, Visible visible, float* weights) {
     for (int group = 0; group < num_groups; ++group, weights += LANES, scales += LANES) {
-        const int from = std::clamp(first - group * LANES, 0, LANES), to = std::clamp(end - group * LANES, from, LANES);
-        store(weights, select(from, to, mul(load(weights), load(scales)), zeros()));
+        store(weights, visible.mask(group, mul(load(weights), load(scales)), 0));
     }
 }
 
