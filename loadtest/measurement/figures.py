@@ -54,7 +54,7 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 
 
 def cell(row: Mapping[str, Any], column: Column) -> str:
-    """Return a row's text for one column. Repeated measurements become their median, with a range in brackets if any."""
+    """Return a row's text for one column. Repeats become their median, with a range in brackets if any."""
     value = value_at(row, column.key)
     if isinstance(value, Mapping):
         low, median, high = (f"{column.scale * value[name]:{column.form}}" for name in ("min", "median", "max"))

@@ -205,13 +205,8 @@ def test_servers_without_flags_are_compared() -> None:
     part = tables(PEERS)
     assert "| S | defaults | 1 | slow | 1000 | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 1.0 | yes |" in part
     assert "| 2.00 (1.80–2.20) |  |  |" in part  # no aim at 4 streams
-    assert (
-        "| S | defaults | 16 | slow | 1000 | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 3.0 | **no** |"
-        in part
-    )
-    assert (
-        "| S | defaults | 64 | slow | 1000 | 50.0 (45.0–55.0) | 20.00 (18.00–22.00) | 3.0 | yes |" in part
-    )
+    assert "| S | defaults | 16 | slow | 1000 | 500.0 (450.0–550.0) | 2.00 (1.80–2.20) | 3.0 | **no** |" in part
+    assert "| S | defaults | 64 | slow | 1000 | 50.0 (45.0–55.0) | 20.00 (18.00–22.00) | 3.0 | yes |" in part
     assert "| S | defaults | 64 | slow | 20 / 30 | 20 / 30 | 1.00 | 5 % |" in part
 
 
