@@ -180,6 +180,7 @@ def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free
 
     def measured(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         replay = capture(compute)
+        replay()  # the driver uploads a graph to the GPU at its first replay
         free.append(free_bytes())
         return replay
 
