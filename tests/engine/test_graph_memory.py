@@ -11,9 +11,10 @@ from torch import Tensor
 from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.nn.transformer import Transformer
 from service.engine.execution import gpu_setup
-from service.engine.execution.cuda_graphs import buckets, call_again
+from service.engine.execution.cuda_graphs import buckets
 from service.engine.execution.gpu_setup import DeviceMemory, LargestStep, cache_bytes, graph_bytes
 from service.engine.execution.model_runner import ModelRunner
+from tests.engine.fakes import call_again
 from tests.model.configs import VARIANTS, attention_layers, build
 
 LARGEST = LargestStep(block_size=4, num_tokens=200, num_sampled=9, max_context_length=64)

@@ -1,6 +1,7 @@
 """The simulated device refuses what a GPU refuses, and replays only what was captured."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -105,7 +106,7 @@ def test_a_running_sum_of_a_single_row_is_refused(device: SimulatedDevice) -> No
 @pytest.mark.triton
 def test_a_kernel_reads_pinned_memory_that_stays_as_it_is(device: SimulatedDevice) -> None:
     """Other tensors of the host are refused, and pinned ones that are changed or freed before the host has waited."""
-    kernels = import_with_triton("model.gpu.sampling_kernels")
+    kernels: Any = import_with_triton("model.gpu.sampling_kernels")
     logits, masks = torch.ones(1, 40, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
     with pytest.raises(RefusedError, match="words is not on the GPU"):
         kernels.masked(logits, masks, torch.ones(1, 2, dtype=torch.int32))

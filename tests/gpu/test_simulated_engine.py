@@ -17,6 +17,7 @@ from llguidance import LLMatcher
 from model.attention.paged import KernelContext
 from model.checkpoint.lora_adapter import Adapter, Addition
 from model.checkpoint.manifest import read_manifest
+from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
@@ -24,7 +25,7 @@ from model.system.triton_modules import import_with_triton
 from service.config.settings import ModelSettings
 from service.engine.engine import Engine
 from service.engine.execution import model_runner
-from service.engine.execution.gpu_setup import capture_for, choose_attention, fuse_for_gpu
+from service.engine.execution.gpu_setup import capture_for, choose_attention
 from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import LoadAdapter, StepStats, Submit, TokenDelta
 from service.worker.engine_factory import build_engine
@@ -60,7 +61,7 @@ class Run:
         chosen = choose_attention("auto", place, None)
         for attention in attention_layers(model):
             attention.backend = chosen.backend
-        fuse_for_gpu(model)
+        fuse(model)
         self.engine = Engine(
             model,
             TOKENIZER,
