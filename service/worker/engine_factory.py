@@ -193,8 +193,7 @@ def build_engine(
     tokenizer = load_tokenizer(manifest.directory) if get_tokenizer is None else get_tokenizer()
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
     if not num_blocks:
-        largest = _largest_step(settings, resolved)
-        profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
+        profiled_bytes = cache_bytes(loaded, _largest_step(settings, resolved), settings.gpu_memory_share, capture)
         num_blocks = _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes, num_workers)
     engine = Engine(
         *(model, tokenizer, _engine_config(settings, num_blocks, resolved.max_context_length)),
