@@ -21,6 +21,7 @@ from torch import Tensor
 
 from model.sampling.token_constraints import TokenRules
 from model.system.device_copy import copy_to_device
+from model.system.triton_modules import import_with_triton
 
 
 def rule_arrays(
@@ -90,15 +91,21 @@ def _places(vocab_size: int, rows: Sequence[tuple[int, NDArray[np.int64]]]) -> N
     return np.concatenate([np.empty(0, np.int64), *(row * vocab_size + ids for row, ids in rows)])
 
 
-def mask_logits(logits_BV: Tensor, rows: Sequence[int], allowed_RV: Tensor) -> Tensor:
-    """Return a copy of the logits with -inf for the tokens that `allowed_RV` (bool) forbids in these rows.
+def mask_logits(logits_BV: Tensor, rows: Sequence[int], words_RW: Tensor, mask_of_B: Tensor | None = None) -> Tensor:
+    """Return a copy of the logits with -inf for the tokens of these rows whose bit in `words_RW` is 0.
 
-    rows: distinct and ascending. Raises ValueError unless `allowed_RV` has a row of vocabulary size for each of them.
+    rows: distinct and ascending.
+    words_RW: int32 on the CPU, a row for each of `rows`, and a bit for each token, the lowest bit first.
+    mask_of_B: row of `words_RW` for each sequence, or -1, on the logits' GPU. There, a Triton kernel reads `words_RW`,
+        which is `readable_by` the GPU, in place. None: on a CPU.
     """
-    if allowed_RV.shape != (len(rows), logits_BV.shape[1]):
-        wanted = (len(rows), logits_BV.shape[1])
-        raise ValueError(f"allowed_RV must have the shape {wanted} (rows, vocabulary), not {tuple(allowed_RV.shape)}")
-    allowed_RV, rows_R = copy_to_device(logits_BV.device, [allowed_RV.numpy(), np.array(rows, dtype=np.int64)])
+    kernels = None if mask_of_B is None else import_with_triton("model.gpu.sampling_kernels")
+    if kernels is not None:
+        masked_BV: Tensor = kernels.masked(logits_BV, mask_of_B, words_RW)
+        return masked_BV
+    bits_RV = np.unpackbits(~words_RW.numpy().view(np.uint8), axis=1, count=logits_BV.shape[1], bitorder="little")
+    arrays = [bits_RV.view(np.bool_), np.array(rows, dtype=np.int64)]
+    forbidden_RV, rows_R = copy_to_device(logits_BV.device, arrays)
     if len(rows) == len(logits_BV):  # rows are distinct and in order, so these are all rows
-        return logits_BV.masked_fill(~allowed_RV, -torch.inf)
-    return logits_BV.index_copy(0, rows_R, logits_BV[rows_R].masked_fill(~allowed_RV, -torch.inf))
+        return logits_BV.masked_fill(forbidden_RV, -torch.inf)
+    return logits_BV.index_copy(0, rows_R, logits_BV[rows_R].masked_fill(forbidden_RV, -torch.inf))

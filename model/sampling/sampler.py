@@ -226,11 +226,11 @@ def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor) -> Tensor:
     sorted_BC = probs_BV.topk(min(_NUCLEUS_CANDIDATES, probs_BV.shape[1]), dim=-1).values
     is_whole_B1 = top_p_B1 >= 1.0
     is_short_B1 = ~is_whole_B1 & (sorted_BC.sum(dim=-1, keepdim=True) < wanted_B1)
-    kernel = None if probs_BV.device.type == "cpu" else import_with_triton("model.gpu.nucleus_kernel")
+    kernel = None if probs_BV.device.type == "cpu" else import_with_triton("model.gpu.sampling_kernels")
     if kernel is None and bool(is_short_B1.any()):
         sorted_BC = probs_BV.sort(dim=-1, descending=True).values
     # Keep a token if the tokens before it hold less than the wanted mass.
-    needed_BC = sorted_BC.cumsum(dim=-1) - sorted_BC < wanted_B1
+    needed_BC = _running_sums(sorted_BC) - sorted_BC < wanted_B1
     last_B1 = needed_BC.sum(dim=-1, keepdim=True) - 1
     floor_B1 = sorted_BC.gather(1, last_B1.clamp_(min=0)).masked_fill(is_whole_B1, 0.0)
     if kernel is None:
@@ -242,10 +242,18 @@ def _nucleus_floor(probs_BV: Tensor, top_p_B1: Tensor) -> Tensor:
 def _inverse_cdf(probs_BV: Tensor, uniform_B1: Tensor) -> Tensor:
     """Return for each row the first token id whose cumulative probability exceeds the row's uniform number * total."""
     # float64: a float32 sum over a vocabulary loses the tail of the distribution.
-    cdf_BV = probs_BV.cumsum(dim=-1, dtype=torch.float64)
+    cdf_BV = _running_sums(probs_BV.double())
     ids_B = torch.searchsorted(cdf_BV, uniform_B1 * cdf_BV[:, -1:], right=True).squeeze(1)
     # Only NaN rows exceed the vocabulary (from NaN weights, for example): return an id that exists.
     return ids_B.clamp_(max=probs_BV.shape[1] - 1)
+
+
+def _running_sums(x_BN: Tensor) -> Tensor:
+    """Return the sum of each row's first numbers. On a GPU, two equal rows replace a single one.
+
+    PyTorch sums a single row by CUB's scan, whose order of additions, and so the last bits, may vary from run to run.
+    """
+    return x_BN.cumsum(dim=-1) if x_BN.is_cpu or len(x_BN) > 1 else x_BN.expand(2, -1).cumsum(dim=-1)[:1]
 
 
 def logprob_table(logits_RV: Tensor, ids_R: Tensor, num_top: int) -> Tensor:

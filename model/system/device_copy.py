@@ -1,4 +1,4 @@
-"""Copy of arrays from the host to a device: one asynchronous copy for all arrays of a step."""
+"""Arrays of the host on a device: one asynchronous copy for all arrays of a step, or memory that kernels read."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,3 +30,14 @@ def copy_to_device(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list
         packed[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
         for start, array in zip(starts[:-1], arrays, strict=True)
     ]
+
+
+def readable_by(device: torch.device, array: NDArray[Any]) -> Tensor:
+    """Return an array as a tensor of the host that kernels of the device read in place: pinned memory for a GPU.
+
+    The caller must hold it until those kernels are computed: the allocator of pinned memory does not know of them.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return torch.empty(array.shape, dtype=tensor.dtype, pin_memory=device.type == "cuda").copy_(tensor)

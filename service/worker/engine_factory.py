@@ -18,6 +18,7 @@ from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
 from model.gguf.container import SUFFIX
 from model.gguf.tensor_types import joint_bits
+from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.huggingface.quantization_config import GgufEncoding, PlainEncoding
 from model.kernels.build import BuildError, levels_here
@@ -38,7 +39,6 @@ from service.engine.execution.gpu_setup import (
     capture_for,
     choose_attention,
     choose_quantization,
-    fuse_for_gpu,
     wait_for_device_memory,
 )
 from service.engine.scheduling.scheduler import EngineConfig
@@ -187,13 +187,13 @@ def build_engine(
         manifest, device=device, dtype=dtype, attention=resolved.attending.backend, packed_next=resolved.packed_next
     )
     matrices = prepare_matrices(loaded, settings.quantize, resolved.quantization)
-    fuse_for_gpu(loaded)
+    if device.type == "cuda":
+        fuse(loaded)
     model = to_native(loaded)
     tokenizer = load_tokenizer(manifest.directory) if get_tokenizer is None else get_tokenizer()
     capture = capture_for(device) if settings.cuda_graphs and resolved.attending.can_capture else None
     if not num_blocks:
-        largest = _largest_step(settings, resolved)
-        profiled_bytes = cache_bytes(loaded, largest, settings.gpu_memory_share, capture)
+        profiled_bytes = cache_bytes(loaded, _largest_step(settings, resolved), settings.gpu_memory_share, capture)
         num_blocks = _num_blocks(settings, resolved, plan.reserved_bytes, profiled_bytes, num_workers)
     engine = Engine(
         *(model, tokenizer, _engine_config(settings, num_blocks, resolved.max_context_length)),

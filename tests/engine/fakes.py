@@ -1,9 +1,11 @@
 """Small engines over a `FakeRunner`, submissions to these engines, and the tokens that they must return."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+
+from torch import Tensor
 
 from model.sampling.params import SamplingParams
 from model.training.data.bpe import train_bpe
@@ -82,3 +84,13 @@ def make_engine(**changes: Any) -> tuple[Engine, FakeRunner]:
     return Engine(
         _MODEL, _TOKENIZER, config, runner=cast(ModelRunner, runner), looks_ahead=looks_ahead, clock=clock
     ), runner
+
+
+def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Stand-in for CUDA graph capture on any device: return a function that calls `compute` again."""
+    result = compute()
+
+    def replay() -> Tensor:
+        return result.copy_(compute())
+
+    return replay

@@ -16,7 +16,6 @@ from model.checkpoint.manifest import read_manifest
 from model.gpu.quantization import Quantization
 from service.config.settings import ModelSettings
 from service.engine.execution import gpu_setup
-from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.gpu_setup import (
     DeviceMemory,
     LargestStep,
@@ -29,7 +28,7 @@ from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.worker import engine_factory
 from service.worker.engine_factory import build_engine
-from tests.engine.fakes import make_submit
+from tests.engine.fakes import call_again, make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
 

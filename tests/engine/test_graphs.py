@@ -14,12 +14,12 @@ from model.attention.metadata import AttentionMetadata
 from model.attention.paged import PagedAttention, gathered, one_by_one
 from model.nn.reference_generate import generate
 from service.engine.engine import Engine
-from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, buckets, call_again, smallest
+from service.engine.execution.cuda_graphs import Bucket, DecodeGraphs, buckets, smallest
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Submit
-from tests.engine.fakes import make_submit
+from tests.engine.fakes import call_again, make_submit
 from tests.engine.test_parity import EOS, TOKENIZER, submissions
 from tests.model.configs import VARIANTS, attention_layers, build
 

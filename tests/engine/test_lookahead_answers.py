@@ -10,12 +10,11 @@ from llguidance import LLMatcher
 
 from model.attention.paged import PagedAttention, gathered, one_by_one
 from service.engine.engine import Engine
-from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_inputs import ModelInputs
 from service.engine.execution.model_runner import ModelRunner, StepOutputs
 from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import Submit, TokenDelta
-from tests.engine.fakes import make_submit
+from tests.engine.fakes import call_again, make_submit
 from tests.engine.test_parity import EOS, TOKENIZER
 from tests.model.configs import VARIANTS, attention_layers, build
 

@@ -21,13 +21,12 @@ from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.training.data.bpe import train_bpe
 from service.engine.engine import Engine
-from service.engine.execution.cuda_graphs import call_again
 from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.scheduler import EngineConfig, Scheduler
 from service.engine.scheduling.sequence import SequenceState
 from service.engine.scheduling.step_plan import StepPlan
 from service.ipc.messages import NON_FINITE, FinishReason, Pooling, Submit, TokenDelta
-from tests.engine.fakes import make_submit
+from tests.engine.fakes import call_again, make_submit
 from tests.model.configs import VARIANTS, build
 from tests.model.kernel_libraries import BUILDABLE, library_of
 

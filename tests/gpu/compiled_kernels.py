@@ -29,8 +29,8 @@ from model.attention.paged import PagedAttention
 from model.config import ModelConfig
 from model.gpu import quantized_kernels
 from model.gpu.fused_modules import fuse
-from model.gpu.nucleus_kernel import complete_floors
 from model.gpu.quantization import Quantization
+from model.gpu.sampling_kernels import complete_floors, masked
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 
@@ -232,7 +232,12 @@ def launches() -> list[Launch]:
                 _run_steps(*_make(config, getattr(torch, dtype), extra))
         numbers = torch.zeros((3, 64, 1), device=_META)
         case.append("sampling float32")
-        complete_floors(torch.zeros((64, 151_936), device=_META), *numbers[1:])
+        logits_BV, mask_of_B = (
+            torch.zeros((64, 151_936), device=_META),
+            torch.zeros(64, dtype=torch.int64, device=_META),
+        )
+        complete_floors(logits_BV, *numbers[1:])
+        masked(logits_BV, mask_of_B, torch.zeros((64, 4748), dtype=torch.int32, device=_META))
     return list({launch.key: launch for launch in reversed(found)}.values())
 
 

@@ -9,12 +9,14 @@ result is poisoned with NaN. A replay computes the captured kernels over the sam
 
 Copies from and to pinned memory are asynchronous. Their data arrive when the host waits for an event recorded after the
 copy. The device refuses a change of the source before that. Triton kernels are computed by the formulas of
-`tests.gpu.simulated_kernels`.
+`tests.gpu.simulated_kernels`. Of the host's memory, they may read pinned tensors ("pinned reads"), which must neither
+change nor be freed before the host has waited for the kernel.
 """
 
 import contextlib
 import re
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Final, Self
@@ -105,11 +107,14 @@ class _Event:
 
     _copies_before = 0
 
+    def __init__(self, blocking: bool = False) -> None:
+        self._wait = "event, asleep" if blocking else "event"
+
     def record(self) -> None:
         self._copies_before = SimulatedDevice.current().num_copies
 
     def synchronize(self) -> None:
-        SimulatedDevice.current().wait("event", until=self._copies_before)
+        SimulatedDevice.current().wait(self._wait, until=self._copies_before)
 
 
 class _Functions(TorchFunctionMode):
@@ -191,9 +196,8 @@ class SimulatedDevice(TorchDispatchMode):
         self.refuse_in_capture(f"wait: {what}")
         self._count(f"wait {what}")
         num_done = len(self._arrivals) if until is None else until - (self.num_copies - len(self._arrivals))
-        for arrive in self._arrivals[: max(0, num_done)]:
-            arrive()
-        del self._arrivals[: max(0, num_done)]
+        for _ in range(num_done):
+            self._arrivals.pop(0)()
 
     def count_copy(self, way: str, *, is_pinned: bool, is_asynchronous: bool = False) -> None:
         """Count a copy between host and device, `way` "in" or "out". A copy of pageable memory makes the host wait."""
@@ -245,6 +249,12 @@ class SimulatedDevice(TorchDispatchMode):
             name == "aten::repeat_interleave" and kwargs.get("output_size") is None and len(args) < 3
         ):
             self.wait("shape")
+        if (
+            name == "aten::cumsum"
+            and tensors[0].is_floating_point()
+            and tensors[0].numel() == tensors[0].shape[args[1]]
+        ):
+            raise RefusedError(f"{name} of a single row, whose last bits may vary")
         if is_for_device:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if name == "aten::_flash_attention_forward":
@@ -381,10 +391,27 @@ class SimulatedDevice(TorchDispatchMode):
         named = dict(zip((parameter.name for parameter in kernel.params), args, strict=False)) | kwargs
         for key, value in named.items():
             if isinstance(value, Tensor) and not isinstance(value, SimulatedTensor):
-                raise RefusedError(f"{name}: {key} is not on the GPU")
+                if not self.is_pinned(value):
+                    raise RefusedError(f"{name}: {key} is not on the GPU")
+                self._read_pinned(value)
         held = {key: _held(value) for key, value in named.items()}
 
         self.launch(lambda: FORMULAS[name](held))
+
+    def _read_pinned(self, x: Tensor) -> None:
+        """Let a kernel read a tensor in pinned memory of the host, at any time before the host waits for the kernel."""
+        self.refuse_in_capture("a kernel with pinned memory of the host")
+        self._count("pinned read")
+        found, data = weakref.ref(x), x.clone()
+
+        def arrive() -> None:
+            if (source := found()) is None:
+                raise RefusedError("pinned memory was freed before the kernel that reads it was done")
+            if not torch.equal(source, data):
+                raise RefusedError("pinned memory was changed before the kernel that reads it was done")
+
+        self.num_copies += 1
+        self._arrivals.append(arrive)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.dispatch(func, _mapped(_indexed, args), _mapped(_indexed, kwargs or {}))

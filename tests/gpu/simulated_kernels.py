@@ -129,11 +129,19 @@ def _complete_floors(a: Arguments) -> None:
         a["floors"][row] = sorted_V[num_kept - 1]
 
 
+def _mask(a: Arguments) -> None:
+    size, out = a["logits"].shape[1], a["out"].copy_(a["logits"])
+    for row, mask in enumerate(a["mask_of"].tolist()):
+        if mask >= 0:
+            bits = (a["words"][mask][:, None] >> torch.arange(32)) & 1
+            out[row, bits.flatten()[:size] == 0] = -torch.inf
+
+
 FORMULAS: Final[Mapping[str, Callable[[Arguments], None]]] = {
     function.__name__: function
     for function in (
         *(_attend_splits, _join_splits, _add_norm, _rotate_and_write, _silu_product),
-        *(_quantize_rows, _multiply_few, _scale_sums, _complete_floors),
+        *(_quantize_rows, _multiply_few, _scale_sums, _complete_floors, _mask),
     )
 }
 

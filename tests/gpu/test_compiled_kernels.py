@@ -35,7 +35,7 @@ def test_kernels_fit_a_gpu_and_spill_no_registers(
 
 def test_every_triton_kernel_is_launched(launches: Any) -> None:
     modules = ["model.attention.triton_decode"]
-    modules += [f"model.gpu.{name}" for name in ("fused_kernels", "quantized_kernels", "nucleus_kernel")]
+    modules += [f"model.gpu.{name}" for name in ("fused_kernels", "quantized_kernels", "sampling_kernels")]
     defined = {
         value.fn.__name__
         for name in modules

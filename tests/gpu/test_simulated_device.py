@@ -1,11 +1,13 @@
 """The simulated device refuses what a GPU refuses, and replays only what was captured."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from model.system.triton_modules import import_with_triton
 from service.engine.execution.cuda_graphs import CudaCapture
 from tests.gpu.simulated_device import RefusedError, SimulatedDevice
 
@@ -92,6 +94,33 @@ def test_pinned_memory_may_not_change_before_its_copy_is_done(device: SimulatedD
     target.copy_(host, non_blocking=True)
     host[0] = 3.0
     with pytest.raises(RefusedError, match="changed"):
+        torch.cuda.synchronize()
+
+
+def test_a_running_sum_of_a_single_row_is_refused(device: SimulatedDevice) -> None:
+    torch.ones(2, 3, device="cuda").cumsum(-1)
+    with pytest.raises(RefusedError, match="last bits"):
+        torch.ones(1, 3, device="cuda").cumsum(-1)
+
+
+@pytest.mark.triton
+def test_a_kernel_reads_pinned_memory_that_stays_as_it_is(device: SimulatedDevice) -> None:
+    """Other tensors of the host are refused, and pinned ones that are changed or freed before the host has waited."""
+    kernels: Any = import_with_triton("model.gpu.sampling_kernels")
+    logits, masks = torch.ones(1, 40, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")
+    with pytest.raises(RefusedError, match="words is not on the GPU"):
+        kernels.masked(logits, masks, torch.ones(1, 2, dtype=torch.int32))
+    words = torch.ones(1, 2, dtype=torch.int32, pin_memory=True)
+    allowed = [column in (0, 32) for column in range(40)]
+    assert (kernels.masked(logits, masks, words) == 1).tolist() == [allowed]
+    words[0] = 2
+    torch.cuda.synchronize()
+    kernels.masked(logits, masks, words)
+    words[0] = 3
+    with pytest.raises(RefusedError, match="changed"):
+        torch.cuda.synchronize()
+    kernels.masked(logits, masks, torch.ones(1, 2, dtype=torch.int32, pin_memory=True))
+    with pytest.raises(RefusedError, match="freed"):
         torch.cuda.synchronize()
 
 

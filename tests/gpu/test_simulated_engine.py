@@ -17,13 +17,15 @@ from llguidance import LLMatcher
 from model.attention.paged import KernelContext
 from model.checkpoint.lora_adapter import Adapter, Addition
 from model.checkpoint.manifest import read_manifest
+from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.nn.linear import replace_linears
 from model.nn.transformer import Transformer
 from model.system.triton_modules import import_with_triton
 from service.config.settings import ModelSettings
 from service.engine.engine import Engine
-from service.engine.execution.gpu_setup import capture_for, choose_attention, fuse_for_gpu
+from service.engine.execution import model_runner
+from service.engine.execution.gpu_setup import capture_for, choose_attention
 from service.engine.scheduling.scheduler import EngineConfig
 from service.ipc.messages import LoadAdapter, StepStats, Submit, TokenDelta
 from service.worker.engine_factory import build_engine
@@ -59,7 +61,7 @@ class Run:
         chosen = choose_attention("auto", place, None)
         for attention in attention_layers(model):
             attention.backend = chosen.backend
-        fuse_for_gpu(model)
+        fuse(model)
         self.engine = Engine(
             model,
             TOKENIZER,
@@ -241,8 +243,10 @@ def test_grammars_bind_the_tokens_that_they_bind_on_the_cpu(device: SimulatedDev
     run.drive(submits)
     assert run.tokens == on_cpu(build(VARIANTS["rotary-gqa"]), submits)
     assert device.counts["pageable copy"] == 0
-    # The masks are computed while the device computes the layers, and follow in a copy of their own.
-    assert (run.counts[2]["copy in"], run.counts[2]["copy out"]) == (2, 1)
+    # The masks are computed while the device computes the layers: a kernel behind these reads them from the host.
+    step = run.counts[2]
+    waits = sum(count for what, count in step.items() if what.startswith("wait"))
+    assert (step["copy in"], step["copy out"], waits, step["pinned read"]) == (1, 1, 1, 1)
 
 
 # Sampling parameters with which a decode step takes one copy in each direction, and one wait.
@@ -266,6 +270,18 @@ def test_a_decode_step_copies_once_in_each_direction(device: SimulatedDevice) ->
         waits = sum(count for what, count in steady.items() if what.startswith("wait"))
         assert (steady["copy in"], steady["copy out"], waits, steady["replays"]) == (1, 1, 1, 1), kind
     assert device.counts["pageable copy"] == 0
+
+
+@pytest.mark.parametrize(("num_cpus", "wait"), [(3, "wait event, asleep"), (4, "wait event")])
+def test_the_host_sleeps_while_it_waits_on_a_machine_with_few_cpus(
+    num_cpus: int, wait: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_runner, "usable_cpus", lambda: num_cpus)
+    model_runner._sleeps.cache_clear()
+    run = Run(device, build(VARIANTS["rotary-gqa"]))
+    run.drive([make_submit("a", [1, 2], max_tokens=3, temperature=0.0)])
+    model_runner._sleeps.cache_clear()
+    assert {what for what in device.counts if what.startswith("wait")} == {wait}
 
 
 @pytest.mark.parametrize("name", ["rotary-gqa", "gemma3"])

@@ -73,16 +73,6 @@ def smallest(candidates: Sequence[Bucket], rows: int, width: int) -> Bucket | No
 Capture: TypeAlias = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 
-def call_again(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Stand-in for CUDA graph capture in tests, on any device: return a function that calls `compute` again."""
-    result = compute()
-
-    def replay() -> Tensor:
-        return result.copy_(compute())
-
-    return replay
-
-
 class CudaCapture:
     """CUDA graph capture. All graphs share one memory pool, because only one graph runs at a time."""
 

@@ -14,7 +14,6 @@ from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
 from model.attention.paged import KernelContext, choose, fits
-from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
 from model.gpu.quantization import choose as select_quantization
 from model.kernels.kernel_library import KernelLibrary
@@ -85,12 +84,6 @@ def choose_quantization(quantize: str, device: torch.device, dtype: torch.dtype)
     chosen = select_quantization(quantize, device, dtype)
     logger.info("%s", chosen)
     return chosen
-
-
-def fuse_for_gpu(model: Transformer) -> None:
-    """Fuse, in place, the operations between the matrix products of a model on a GPU; leave other models unchanged."""
-    if model.token_embedding.weight.device.type == "cuda":
-        fuse(model)
 
 
 def capture_for(device: torch.device) -> Capture | None:
@@ -180,6 +173,7 @@ def graph_bytes(model: Transformer, largest: LargestStep, capture: Capture, free
 
     def measured(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         replay = capture(compute)
+        replay()  # the driver uploads a graph to the GPU at its first replay
         free.append(free_bytes())
         return replay
 

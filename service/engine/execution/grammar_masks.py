@@ -28,7 +28,7 @@ class Masks:
     """Token masks of the logit rows of a step that have a grammar, still being computed. A mask may allow no token."""
 
     rows: tuple[int, ...]
-    allowed: Future[NDArray[np.bool_]]  # RV, one row for each entry of `rows`
+    words: Future[NDArray[np.int32]]  # RW, one row for each entry of `rows`, with a bit for each token that is allowed
 
 
 class Grammars:
@@ -37,7 +37,9 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._eos_token_ids = list(tokenizer.eos_token_ids)
-        self._special_ids = sorted({*tokenizer.special_tokens.values()}.difference(tokenizer.eos_token_ids))
+        special_ids = {*tokenizer.special_tokens.values()}.difference(tokenizer.eos_token_ids)
+        self._eos_W = self._words(self._eos_token_ids)
+        self._ordinary_W = self._words(range(tokenizer.vocab_size)) & ~self._words(sorted(special_ids))
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._held: dict[str, Submit] = {}
         self._futures: dict[str, Future[LLMatcher]] = {}  # uid to its grammar, until `begin`
@@ -152,24 +154,28 @@ class Grammars:
             return False
         return not self._allowed([(matcher, True, params.visible_token_ids)]).any()
 
-    def _allowed(self, work: Sequence[tuple[LLMatcher, bool, tuple[int, ...]]]) -> NDArray[np.bool_]:
-        """Return the token mask of each matcher, bool RV.
+    def _allowed(self, work: Sequence[tuple[LLMatcher, bool, tuple[int, ...]]]) -> NDArray[np.int32]:
+        """Return the token mask of each matcher: `Masks.words`.
 
         work: matchers, each with True to forbid end-of-text, and the special tokens that the grammar may produce.
         """
-        allowed_RV = np.zeros((len(work), self._tokenizer.vocab_size), dtype=np.bool_)
-        for allowed_V, (matcher, excludes_eos, visible_token_ids) in zip(allowed_RV, work, strict=True):
-            packed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        allowed_RW = np.zeros((len(work), len(self._ordinary_W)), dtype=np.int32)
+        for allowed_W, (matcher, excludes_eos, visible_token_ids) in zip(allowed_RW, work, strict=True):
+            words = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)[: len(allowed_W)]
             if matcher.is_error():
                 continue
-            allowed_V[:] = np.unpackbits(packed, count=len(allowed_V), bitorder="little")
-            visible = list(visible_token_ids)
-            allowed_visible = allowed_V[visible]
-            allowed_V[self._special_ids] = False  # Lark grammars can name special tokens
-            allowed_V[visible] = allowed_visible
+            allowed_W[: len(words)] = words
+            # Lark grammars can name special tokens.
+            allowed_W &= self._ordinary_W | self._words(visible_token_ids) if visible_token_ids else self._ordinary_W
             if excludes_eos:
-                allowed_V[self._eos_token_ids] = False
-        return allowed_RV
+                allowed_W &= ~self._eos_W
+        return allowed_RW
+
+    def _words(self, token_ids: Sequence[int]) -> NDArray[np.int32]:
+        """Return the words of a mask in which the bits of these tokens are 1."""
+        bits = np.zeros(-(-self._tokenizer.vocab_size // 32) * 32, dtype=np.bool_)
+        bits[list(token_ids)] = True
+        return np.packbits(bits, bitorder="little").view(np.int32)
 
     def _compile(self, grammar: str) -> LLMatcher:
         return compile_grammar(self._vocabulary, grammar)

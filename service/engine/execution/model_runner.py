@@ -1,5 +1,6 @@
 """Model runner: forward passes and sampling, with the model and the KV-cache tensors."""
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -26,7 +27,8 @@ from model.sampling.sampler import (
     sample,
     sampling_arrays,
 )
-from model.system.device_copy import copy_to_device
+from model.system.device_copy import copy_to_device, readable_by
+from model.system.limits import usable_cpus
 from service.engine.execution.adapted_linear import LinearAdapters, adapter_tokens
 from service.engine.execution.cuda_graphs import Bucket, Capture, DecodeGraphs, buckets
 from service.engine.execution.model_inputs import ModelInputs
@@ -34,6 +36,8 @@ from service.engine.scheduling.step_plan import MIN_ROWS, Chunk
 from service.ipc.messages import TokenLogprob
 
 logger = logging.getLogger(__name__)
+# Minimum number of CPUs with which the engine's thread spins: it then gets results some 10 µs earlier.
+_SPINNING_CPUS = 4
 
 
 class StepOutputs(msgspec.Struct, frozen=True, kw_only=True, eq=False):
@@ -117,9 +121,13 @@ class ModelRunner:
     def _sampling_arrays(self, inputs: ModelInputs) -> list[NDArray[Any]]:
         """Return the arrays that sampling needs on a GPU. On a CPU, sampling makes them itself."""
         vocab_size = min(self._vocab_size, self._model.config.vocab_size)
-        return sampling_arrays(
+        mask_of_B = np.full(0 if inputs.masks is None else len(inputs.params), -1, dtype=np.int64)
+        if inputs.masks is not None:
+            mask_of_B[list(inputs.masks.rows)] = range(len(inputs.masks.rows))
+        sampling = sampling_arrays(
             vocab_size, inputs.params, inputs.positions, forbidden=inputs.forbidden, rules=inputs.rules
         )
+        return [mask_of_B, *sampling]
 
     def _compute(
         self, inputs: ModelInputs, arrays: Sequence[NDArray[Any]]
@@ -196,7 +204,9 @@ class ModelRunner:
         if decoded is None:
             sampling = self._sampling_arrays(inputs) if self.is_asynchronous else []
             x_TE, logits_RV, sums_T, tensors = self._compute(inputs, [*sampling, *arrays])
-            ids_B = _sample(logits_RV, inputs, self._kernels, tensors[: len(sampling)])
+            # The device reads this memory, until the results have arrived, which this method waits for.
+            words_RW = _mask_words(inputs, self._device)
+            ids_B = _sample(logits_RV, inputs, self._kernels, tensors[: len(sampling)], words_RW)
             found = _logprob_tables(logits_RV, ids_B, inputs, tensors[len(sampling) :]) if arrays else ()
             results = [ids_B, sums_T, *found, *self._pool(x_TE, inputs.pooled_rows)]
             ids_B, sums_T, *tables = _copy_to_host(results)() if self.is_asynchronous else results
@@ -204,15 +214,18 @@ class ModelRunner:
             token_ids, non_finite = ids_B.tolist(), _non_finite(sums_T)
         else:
             likely, logits_RV = decoded
-            token_ids = likely if _is_plain_greedy(inputs) else _sample(logits_RV, inputs, self._kernels).tolist()
+            token_ids = likely
+            if not _is_plain_greedy(inputs):
+                words_RW = _mask_words(inputs, self._device)
+                token_ids = _sample(logits_RV, inputs, self._kernels, (), words_RW).tolist()
             if arrays:
                 tensors = copy_to_device(self._device, arrays)
                 tables = list(_logprob_tables(logits_RV, torch.tensor(token_ids), inputs, tensors))
             non_finite = {row for row, token_id in enumerate(likely) if token_id < 0} if min(likely) < 0 else set()
         token_ids = [None if token_id == NO_TOKEN else token_id for token_id in token_ids]
         if inputs.masks is not None:
-            for row, allowed_V in zip(inputs.masks.rows, inputs.masks.allowed.result(), strict=True):
-                if not allowed_V.any():
+            for row, words_W in zip(inputs.masks.rows, inputs.masks.words.result(), strict=True):
+                if not words_W.any():
                     token_ids[row] = None
         for (_, row), sums_E in zip(inputs.pooled_rows, sums_BE, strict=True):
             if not sums_E.isfinite().all():
@@ -255,7 +268,7 @@ def _copy_to_host(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
     parts = [x.double().view(torch.int64) if x.is_floating_point() else x for x in tensors]
     packed = torch.cat([part.flatten() for part in parts])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True).copy_(packed, non_blocking=True)
-    copied = torch.cuda.Event()
+    copied = torch.cuda.Event(blocking=_sleeps())
     copied.record()
 
     def wait() -> Sequence[Tensor]:
@@ -264,6 +277,12 @@ def _copy_to_host(tensors: Sequence[Tensor]) -> Callable[[], Sequence[Tensor]]:
         return [(y.view(torch.float64) if x.is_floating_point() else y).view(x.shape) for x, y in arrived]
 
     return wait
+
+
+@functools.cache
+def _sleeps() -> bool:
+    """Return whether the host sleeps while it waits for a GPU. Else it spins, which needs a CPU of its own."""
+    return usable_cpus() < _SPINNING_CPUS
 
 
 def _sums(x_TE: Tensor, logits_RV: Tensor, rows_R: Tensor | None) -> Tensor:
@@ -291,21 +310,30 @@ def _is_plain_greedy(inputs: ModelInputs) -> bool:
     return inputs.all_greedy and not inputs.forbidden and not inputs.rules and inputs.masks is None
 
 
+def _mask_words(inputs: ModelInputs, device: torch.device) -> Tensor | None:
+    """Wait for the words of a step's grammar masks, and return them for `mask_logits`; None if it has no masks."""
+    return None if inputs.masks is None else readable_by(device, inputs.masks.words.result())
+
+
 def _sample(
-    logits_RV: Tensor, inputs: ModelInputs, kernels: KernelLibrary | None, tensors: Sequence[Tensor] = ()
+    logits_RV: Tensor,
+    inputs: ModelInputs,
+    kernels: KernelLibrary | None,
+    tensors: Sequence[Tensor] = (),
+    words_RW: Tensor | None = None,
 ) -> Tensor:
     """Sample one token per entry of `inputs.params`. A row without an allowed token gets any id or `NO_TOKEN`.
 
-    tensors: `sampling_arrays` of the inputs on a GPU; empty on a CPU.
+    tensors: `ModelRunner._sampling_arrays` of the inputs on a GPU; empty on a CPU. words_RW: `_mask_words`.
     """
     logits_BV = logits_RV[: len(inputs.params)]
     if _is_plain_greedy(inputs):
         return torch.as_tensor(most_likely(logits_BV))
-    if inputs.masks is not None:
-        logits_BV = mask_logits(logits_BV, inputs.masks.rows, torch.from_numpy(inputs.masks.allowed.result()))
+    if inputs.masks is not None and words_RW is not None:
+        logits_BV = mask_logits(logits_BV, inputs.masks.rows, words_RW, next(iter(tensors), None))
     return sample(
         *(logits_BV, inputs.params, inputs.positions),
-        forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels, tensors=tensors,
+        forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels, tensors=tensors[1:],
     )  # fmt: skip
 
 

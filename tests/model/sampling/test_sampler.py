@@ -161,8 +161,8 @@ FILTERED = [
 @pytest.mark.triton
 def test_sampling_on_a_gpu_reads_no_device_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors on the meta device hold no values: reading a value raises an error."""
-    nucleus_kernel = import_with_triton("model.gpu.nucleus_kernel")
-    monkeypatch.setattr(nucleus_kernel, "complete_floors", lambda probs_BV, wanted_B1, floor_B1: floor_B1)
+    sampling_kernels = import_with_triton("model.gpu.sampling_kernels")
+    monkeypatch.setattr(sampling_kernels, "complete_floors", lambda probs_BV, wanted_B1, floor_B1: floor_B1)
     for some in (FILTERED, *([params] for params in FILTERED)):
         ids = sampler.sample(torch.zeros(len(some), 1000, device="meta"), some, range(len(some)))
         assert (ids.device.type, tuple(ids.shape)) == ("meta", (len(some),))
