@@ -4,8 +4,9 @@ Legend: T packed tokens, B sequences that compute one token, C chunks, X packed 
 K key/value heads, D head dimension, S context.
 """
 
+import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -27,6 +28,8 @@ DecodeKernel = Callable[[Tensor, AttentionForm, Tensor, Tensor, KVCache], Tensor
 # Kernel for prompt chunks: (q_XHD, k_SKD, v_SKD, form, view) -> XHD in the values' dtype. Keys and values are those of
 # the chunks' contexts, one context after the other.
 ChunkKernel = Callable[[Tensor, Tensor, Tensor, AttentionForm, RaggedView], Tensor]
+# Most positions whose keys and values a layer copies from the cache at once. A single longer context is copied whole.
+GATHERED_POSITIONS = 32_768
 # Largest head of PyTorch's flash attention 2, and the number of which each head is a multiple.
 _LARGEST_FLASH_HEAD, _FLASH_MULTIPLE = 256, 8
 _flash_forward = torch.ops.aten._flash_attention_forward.default
@@ -68,11 +71,17 @@ class PagedAttention:
         if metadata.is_decode:
             return self._decode(q_THD, form, metadata.positions_T, metadata.block_tables_BN, kv_cache)
         view = metadata.ragged_view
+        q_XHD = q_THD[view.tokens_X]
         if view.query_lengths == view.context_lengths and kv_cache.cache_dtype is kv_cache.dtype:
-            k_SKD, v_SKD = k_TKD[view.tokens_X], v_TKD[view.tokens_X]  # whole prompts: the cache has the same numbers
+            # Whole prompts: the cache has the same numbers.
+            out_XHD = self._chunks(q_XHD, k_TKD[view.tokens_X], v_TKD[view.tokens_X], form, view)
         else:
-            k_SKD, v_SKD = kv_cache.gather(form.layer, metadata.chunk_slots(kv_cache.block_size))
-        out_XHD = self._chunks(q_THD[view.tokens_X], k_SKD, v_SKD, form, view)
+            slots_S = metadata.chunk_slots(kv_cache.block_size)
+            parts = [
+                self._chunks(q_XHD[tokens], *kv_cache.gather(form.layer, slots_S[positions]), form, group)
+                for tokens, positions, group in chunk_groups(metadata)
+            ]
+            out_XHD = parts[0] if len(parts) == 1 else torch.cat(parts)
         if view.decodes is None:
             return out_XHD
         tokens_B, positions_B, tables_BN = view.decodes
@@ -80,6 +89,35 @@ class PagedAttention:
         out_THD[view.tokens_X] = out_XHD
         out_THD[tokens_B] = self._decode(q_THD[tokens_B], form, positions_B, tables_BN, kv_cache)
         return out_THD
+
+
+def chunk_groups(metadata: AttentionMetadata) -> list[tuple[slice, slice, RaggedView]]:
+    """Return a step's chunks in groups with at most `GATHERED_POSITIONS`: tokens X, positions S, and layout of each."""
+    view = metadata.ragged_view
+    queries, contexts = ([0, *itertools.accumulate(sizes)] for sizes in (view.query_lengths, view.context_lengths))
+    firsts = [0]
+    for chunk, end in enumerate(contexts[1:]):
+        if chunk > firsts[-1] and end - contexts[firsts[-1]] > GATHERED_POSITIONS:
+            firsts.append(chunk)
+    if len(firsts) == 1:
+        return [(slice(None), slice(None), view)]
+    if "chunk groups" not in metadata.kernel_arguments:
+        metadata.kernel_arguments["chunk groups"] = [
+            (
+                slice(queries[first], queries[end]),
+                slice(contexts[first], contexts[end]),
+                replace(
+                    view,
+                    query_lengths=view.query_lengths[first:end],
+                    context_lengths=view.context_lengths[first:end],
+                    query_starts=view.query_starts[first : end + 1] - queries[first],
+                    context_starts=view.context_starts[first : end + 1] - contexts[first],
+                ),
+            )
+            for first, end in itertools.pairwise([*firsts, len(view.query_lengths)])
+        ]
+    groups: list[tuple[slice, slice, RaggedView]] = metadata.kernel_arguments["chunk groups"]
+    return groups
 
 
 class Unavailable(Exception):

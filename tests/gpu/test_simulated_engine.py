@@ -14,6 +14,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
+from model.attention import paged
 from model.attention.paged import KernelContext
 from model.checkpoint.lora_adapter import Adapter, Addition
 from model.checkpoint.manifest import read_manifest
@@ -185,7 +186,10 @@ def test_drafts_change_no_token(device: SimulatedDevice) -> None:
 
 
 @pytest.mark.parametrize("cache_dtype", ["int8", "float16"])
-def test_a_cache_of_fewer_bits_gives_the_tokens_of_the_cpu(cache_dtype: str, device: SimulatedDevice) -> None:
+def test_a_cache_of_fewer_bits_gives_the_tokens_of_the_cpu(
+    cache_dtype: str, device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged, "GATHERED_POSITIONS", 16)  # the prompts of a step are several groups
     run = Run(device, build(VARIANTS["window-one-layer"]), kv_cache_dtype=cache_dtype)
     submits = mixed(8, seed=5)
     run.drive(submits)

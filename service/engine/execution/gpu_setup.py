@@ -13,7 +13,7 @@ from model.attention.backends import ATTENTION_BACKENDS, AttentionBackend
 from model.attention.kv_cache import KVCache
 from model.attention.metadata import AttentionMetadata
 from model.attention.native import NativeAttention
-from model.attention.paged import KernelContext, choose, fits
+from model.attention.paged import GATHERED_POSITIONS, KernelContext, choose, fits
 from model.gpu.quantization import Quantization
 from model.gpu.quantization import choose as select_quantization
 from model.kernels.kernel_library import KernelLibrary
@@ -199,7 +199,8 @@ def _trial_cache(model: Transformer, largest: LargestStep, *, num_blocks: int) -
 def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
     """Run the largest step on the GPU: full prompts, prompt logprobs, top-p sampling. Return the GPU's memory.
 
-    The peak does not include the KV-cache of this trial run.
+    The peak does not include the KV-cache of this trial run. It includes the copies of keys and values that chunks of
+    long prompts need, and whole prompts do not.
     """
     device, lengths = model.token_embedding.weight.device, largest.lengths
     torch.cuda.synchronize()
@@ -221,7 +222,10 @@ def measure(model: Transformer, largest: LargestStep) -> DeviceMemory:
     params = [SamplingParams(max_tokens=1, top_p=0.9)] * largest.num_sampled
     sample(model.logits(rows), params, range(largest.num_sampled))
     torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - cache.num_bytes
+    config, value_bytes = model.config, x_TE.element_size()
+    largest_layer = max(config.kv_bytes_of(layer, value_bytes) for layer in range(config.num_layers))
+    copies = largest_layer * max(GATHERED_POSITIONS, largest.max_context_length)
+    peak = torch.cuda.max_memory_allocated() - cache.num_bytes + copies
     del cache, x_TE, rows
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

@@ -49,6 +49,24 @@ def test_a_prompt_in_cached_chunks_equals_the_uncached_pass(variant: str, chunk:
         torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("most", "groups"), [(1, [16, 17, 401, 700]), (33, [33, 401, 700]), (434, [434, 700]), (1134, [1134])]
+)
+def test_keys_and_values_of_long_contexts_are_copied_in_groups(
+    monkeypatch: pytest.MonkeyPatch, most: int, groups: list[int]
+) -> None:
+    copied: list[int] = []
+
+    def noted(q_XHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, form: AttentionForm, view: RaggedView) -> Tensor:
+        assert (view.query_starts[-1], view.context_starts[-1]) == (len(q_XHD), len(k_SKD))
+        copied.append(len(k_SKD))
+        return one_by_one(q_XHD, k_SKD, v_SKD, form, view)
+
+    monkeypatch.setattr(paged, "GATHERED_POSITIONS", most)
+    check_kernels(PagedAttention(gathered, noted), PLACE)
+    assert copied == groups
+
+
 def test_decoding_takes_lengths_from_positions_alone() -> None:
     """A captured CUDA graph has no lengths: wrong lengths in the metadata change nothing."""
     config = VARIANTS["rotary-gqa"]
