@@ -18,6 +18,8 @@ PERCENTILES = (50, 90, 99, 99.9)
 METRICS = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
 BUSY_SHARE = 0.7  # of a core: above it, the client delays what it measures
 _RESAMPLES = 200
+_KEPT_UP = 0.97  # completed share of the requests sent: below it, the server fell behind
+_CLEARLY_ABOVE = 1.1  # multiple of an overloaded rate: close to the capacity, chance decides which rate is stable
 _STATES = (
     "Stable: the requests in flight do not grow, and at most 1 % are rejected or lost. Overloaded: they grow, or more "
     "are rejected or lost. Unclear: neither is certain."
@@ -87,7 +89,7 @@ def sweep_figures(levels: Sequence[Level], slo: Slo) -> dict[str, Any]:
     """
     states = settled(levels)
     rows = [
-        level_figures(level, slo) | {"state": states[level.rate]}
+        level_figures(level, slo) | {"state": states[level.rate], "measured_state": level.state}
         for level in sorted(levels, key=lambda each: each.rate)
     ]
     limits = [[rate if 0.0 < rate < float("inf") else None for rate in pair] for pair in brackets(levels)]
@@ -130,6 +132,23 @@ def has_objectives(sweep: Mapping[str, Any]) -> bool:
     return any(value is not None for name, value in sweep["slo"].items() if name != "max_failed_share")
 
 
+def reversal(sweep: Mapping[str, Any]) -> str | None:
+    """Return a sentence if the server kept up with a rate above one that overloaded it: its speed changed."""
+    behind = math.inf
+    for level in sweep["levels"]:
+        state, completed = level.get("measured_state", level["state"]), level["request_throughput"]
+        has_kept_up = state == State.STABLE or (state == State.UNCLEAR and completed >= _KEPT_UP * level["rate"])
+        if has_kept_up and level["rate"] > _CLEARLY_ABOVE * behind:
+            return (
+                "The speed of the server or its machine changed during the sweep: the server kept up with "
+                f"{number(level['rate'])} requests/s, although {number(behind)} overloaded it. The limits are not "
+                "reliable. Repeat the sweep on a quiet machine."
+            )
+        if state == State.OVERLOADED:
+            behind = min(behind, level["rate"])
+    return None
+
+
 def sweep_table(sweep: Mapping[str, Any]) -> str:
     """Return the levels of a sweep as a Markdown table, with goodput if objectives were given."""
     rows = []
@@ -170,7 +189,7 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
             cause = f"{factor} at {number(steady['rate'])} requests/s"
         limit = f"While overloaded, the server completes {requests} requests/s with {tokens} tokens/s on average."
         limit += f" The limiting factor is {cause}."
-    lines = [f"{lead} {limit}", _STATES]
+    lines = [*filter(None, [reversal(sweep)]), f"{lead} {limit}", _STATES]
     for level in [level for level in sweep["levels"] if level["state"] == State.OVERLOADED][:1]:
         signs = [f"{level['shed'] / level['num_prompts']:.0%} of the requests are rejected"] if level["shed"] else []
         if (median := level["median_e2el_ms"]) is not None:
@@ -219,6 +238,7 @@ def warnings(sweep: Mapping[str, Any]) -> list[str]:
     ]
     if (cores := sweep.get("other_work_cores", 0.0)) > QUIET_CORES:
         lines.append(f"other processes kept {cores:.1f} cores of the client's machine busy; {own}")
+    lines += filter(None, [reversal(sweep)])
     if sweep.get("interrupted"):
         lines.append("the sweep was interrupted, so its limits are not narrowed down")
     best = max(sweep["levels"], key=lambda level: level["intervals"]["request_throughput"][0], default=None)
