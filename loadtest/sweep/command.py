@@ -32,7 +32,7 @@ from loadtest.measurement.benchmark_program import (
 )
 from loadtest.measurement.figures import number
 from loadtest.sweep.compare import Verdict, compare, comparison_text
-from loadtest.sweep.figures import findings, sweep_figures, sweep_table, warnings
+from loadtest.sweep.figures import report_lines, sweep_figures, sweep_table
 from loadtest.sweep.level import Level, Load, WindowPlan, measure
 from loadtest.sweep.open_loop import OpenLoop, reach
 from loadtest.sweep.page import write_report
@@ -168,9 +168,7 @@ def sweep(arguments: argparse.Namespace) -> dict[str, Any]:
         except KeyboardInterrupt:
             is_interrupted = True
     figures = sweep_figures(levels, slo) | {"alone_seconds": alone}
-    lines = [f"- {line}" for line in findings(figures)]
-    lines += [f"- warning: {line}" for line in warnings(figures)]
-    print("\n".join(["", sweep_table(figures), *lines]))
+    print("\n".join(["", sweep_table(figures), *report_lines(figures)]))
     settings = {name: getattr(arguments, name.replace("-", "_")) for name in (*_OPTIONS, "request-timeout")}
     return {
         "kind": "sweep",

@@ -18,6 +18,12 @@ PERCENTILES = (50, 90, 99, 99.9)
 METRICS = {"ttft": "TTFT", "itl": "ITL", "e2el": "E2E"}
 BUSY_SHARE = 0.7  # of a core: above it, the client delays what it measures
 _RESAMPLES = 200
+_KEPT_UP = 0.97  # completed share of the requests sent: below it, the server fell behind
+_CLEARLY_ABOVE = 1.1  # multiple of an overloaded rate: close to the capacity, chance decides which rate is stable
+_STATES = (
+    "Stable: the requests in flight do not grow, and at most 1 % are rejected or lost. Overloaded: they grow, or more "
+    "are rejected or lost. Unclear: neither is certain."
+)
 
 
 def level_figures(level: Level, slo: Slo) -> dict[str, Any]:
@@ -83,7 +89,7 @@ def sweep_figures(levels: Sequence[Level], slo: Slo) -> dict[str, Any]:
     """
     states = settled(levels)
     rows = [
-        level_figures(level, slo) | {"state": states[level.rate]}
+        level_figures(level, slo) | {"state": states[level.rate], "measured_state": level.state}
         for level in sorted(levels, key=lambda each: each.rate)
     ]
     limits = [[rate if 0.0 < rate < float("inf") else None for rate in pair] for pair in brackets(levels)]
@@ -121,8 +127,30 @@ def with_margin(row: Mapping[str, Any], name: str) -> str:
     return number(row[name]) + ("" if low is None or math.isinf(high) else f" ± {number((high - low) / 2)}")
 
 
+def has_objectives(sweep: Mapping[str, Any]) -> bool:
+    """Return True if objectives were given. The default limit of failed requests does not count."""
+    return any(value is not None for name, value in sweep["slo"].items() if name != "max_failed_share")
+
+
+def reversal(sweep: Mapping[str, Any]) -> str | None:
+    """Return a sentence if the server kept up with a rate above one that overloaded it: its speed changed."""
+    behind = math.inf
+    for level in sweep["levels"]:
+        state, completed = level.get("measured_state", level["state"]), level["request_throughput"]
+        has_kept_up = state == State.STABLE or (state == State.UNCLEAR and completed >= _KEPT_UP * level["rate"])
+        if has_kept_up and level["rate"] > _CLEARLY_ABOVE * behind:
+            return (
+                "The speed of the server or its machine changed during the sweep: the server kept up with "
+                f"{number(level['rate'])} requests/s, although {number(behind)} overloaded it. The limits are not "
+                "reliable. Repeat the sweep on a quiet machine."
+            )
+        if state == State.OVERLOADED:
+            behind = min(behind, level["rate"])
+    return None
+
+
 def sweep_table(sweep: Mapping[str, Any]) -> str:
-    """Return the levels of a sweep as a Markdown table."""
+    """Return the levels of a sweep as a Markdown table, with goodput if objectives were given."""
     rows = []
     for level in sweep["levels"]:
         texts = {
@@ -133,7 +161,8 @@ def sweep_table(sweep: Mapping[str, Any]) -> str:
             for metric in METRICS
         }
         rows.append(level | texts)
-    return table(_COLUMNS, rows)
+    columns = [each for each in _COLUMNS if each.key != "request_goodput" or has_objectives(sweep)]
+    return table(columns, rows)
 
 
 def findings(sweep: Mapping[str, Any]) -> list[str]:
@@ -144,7 +173,12 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
         return ["No rate was measured."]
     stable, within = sweep["stable_rate"], sweep["slo_rate"]
     by_rate = {level["rate"]: level for level in sweep["levels"]}
-    lines = ["The limit is unknown, because no rate overloaded the server."]
+    above = number(stable["lowest_above"])
+    lead = f"No rate was stable, not even {above} requests/s."
+    if stable["highest"] is not None:
+        other = "" if stable["lowest_above"] is None else f"; {above} was {by_rate[stable['lowest_above']]['state']}"
+        lead = f"Highest stable rate: {number(stable['highest'])} requests/s{other}."
+    limit = "The limit is unknown, because no rate overloaded the server."
     if (served := sweep["capacity"]) is not None:
         requests, tokens = (_interval(served[name]) for name in ("requests_per_second", "tokens_per_second"))
         steady = by_rate[min(by_rate) if stable["highest"] is None else stable["highest"]]
@@ -153,8 +187,9 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
             cause = "perhaps the load test itself, because its client was busy"
         elif (factor := limiting_factor(steady)) is not None:
             cause = f"{factor} at {number(steady['rate'])} requests/s"
-        limit = f"The server completes at most {requests} requests/s with {tokens} tokens/s."
-        lines = [f"{limit} The limiting factor is {cause}."]
+        limit = f"While overloaded, the server completes {requests} requests/s with {tokens} tokens/s on average."
+        limit += f" The limiting factor is {cause}."
+    lines = [*filter(None, [reversal(sweep)]), f"{lead} {limit}", _STATES]
     for level in [level for level in sweep["levels"] if level["state"] == State.OVERLOADED][:1]:
         signs = [f"{level['shed'] / level['num_prompts']:.0%} of the requests are rejected"] if level["shed"] else []
         if (median := level["median_e2el_ms"]) is not None:
@@ -162,25 +197,30 @@ def findings(sweep: Mapping[str, Any]) -> list[str]:
             signs.append(f"the median request takes {number(median)} ms{alone}")
         signs = signs or ["no request was answered"]
         lines.append(f"At {number(level['rate'])} requests/s the server is overloaded: {', '.join(signs)}.")
-    if stable["highest"] is None:
-        lines.append(f"No rate was stable, not even {number(stable['lowest_above'])} requests/s.")
-    else:
-        above = "" if stable["lowest_above"] is None else f"; {number(stable['lowest_above'])} was not"
-        lines.append(f"Highest stable rate: {number(stable['highest'])} requests/s{above}.")
-        lines += [f"At this rate, {line}." for line in kind_lines(by_rate[stable["highest"]])]
-        lines.append(
-            f"Knee: {number(sweep['knee_rate'])} requests/s, with the best ratio of throughput to E2E latency."
-        )
-    limits = [name for name, value in sweep["slo"].items() if value is not None and name != "max_failed_share"]
+    if stable["highest"] is not None:
+        lines += [f"At the highest stable rate, {line}." for line in kind_lines(by_rate[stable["highest"]])]
+    if (knee := sweep["knee_rate"]) is not None:
+        text = f"Knee: {number(knee)} requests/s, with the best ratio of throughput to end-to-end latency."
+        lowest = f"The knee is at or below {number(knee)} requests/s, the lowest rate tried."
+        lines.append(lowest if knee == min(by_rate) else text)
     missed = by_rate.get(within["lowest_above"], {}).get("slo_breaches")
     why = f"; {number(within['lowest_above'])} misses {', '.join(missed)}" if missed else ""
-    if not limits:
-        lines.append("Objectives: none given, so goodput counts all ok requests; see --slo-ttft-p95-ms.")
-    elif within["highest"] is None:
-        lines.append(f"No measured rate met the objectives{why}.")
+    usable, name = stable["highest"], "highest stable rate"
+    if not has_objectives(sweep):
+        lines.append("No objectives were given; see --slo-ttft-p95-ms.")
     else:
-        lines.append(f"Highest rate that meets the objectives: {number(within['highest'])} requests/s{why}.")
+        usable, name = within["highest"], "highest rate that meets the objectives"
+        met = f"Highest rate that meets the objectives: {number(usable)} requests/s{why}."
+        lines.append(f"No measured rate met the objectives{why}." if usable is None else met)
+    if usable is not None:
+        rate = number(usable)
+        lines.append(f"For N requests/s: N / {rate} replicas ({rate}: {name}), rounded up, plus one for failures.")
     return lines
+
+
+def report_lines(sweep: Mapping[str, Any]) -> list[str]:
+    """Return the warnings and then the findings as items of a Markdown list."""
+    return [f"- warning: {line}" for line in warnings(sweep)] + [f"- {line}" for line in findings(sweep)]
 
 
 def _interval(value: Mapping[str, float]) -> str:
@@ -189,8 +229,18 @@ def _interval(value: Mapping[str, float]) -> str:
 
 
 def warnings(sweep: Mapping[str, Any]) -> list[str]:
-    """Return reasons to doubt the figures of a sweep, a sentence each."""
-    lines = ["the sweep was interrupted, so its limits are not narrowed down"] if sweep.get("interrupted") else []
+    """Return reasons to doubt the figures of a sweep, a sentence each; those that concern its client come first."""
+    own = "latencies may be the client's own"
+    lines = [
+        f"at {number(level['rate'])} requests/s: the client used {level['client_cpu_share']:.0%} of a core; {own}"
+        for level in sweep["levels"]
+        if level["client_cpu_share"] > BUSY_SHARE
+    ]
+    if (cores := sweep.get("other_work_cores", 0.0)) > QUIET_CORES:
+        lines.append(f"other processes kept {cores:.1f} cores of the client's machine busy; {own}")
+    lines += filter(None, [reversal(sweep)])
+    if sweep.get("interrupted"):
+        lines.append("the sweep was interrupted, so its limits are not narrowed down")
     best = max(sweep["levels"], key=lambda level: level["intervals"]["request_throughput"][0], default=None)
     served = (sweep["capacity"] or {}).get("requests_per_second")
     if best is not None and served is not None and best["intervals"]["request_throughput"][0] > served["high"]:
@@ -198,13 +248,7 @@ def warnings(sweep: Mapping[str, Any]) -> list[str]:
             f"at {number(best['rate'])} requests/s the server served more than while overloaded: it loses throughput "
             "under overload, or other work disturbed the measurement"
         )
-    if sweep.get("other_work_cores", 0.0) > QUIET_CORES:
-        lines.append(f"other processes kept {sweep['other_work_cores']:.1f} cores of the client's machine busy")
     for level in sweep["levels"]:
         at = f"at {number(level['rate'])} requests/s"
-        if level["client_cpu_share"] > BUSY_SHARE:
-            lines.append(
-                f"{at}: the client used {level['client_cpu_share']:.0%} of a core and delayed what it measures"
-            )
         lines += [f"{at}: {count} × {kind}" for kind, count in level["failures"].items()]
     return lines

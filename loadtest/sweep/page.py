@@ -23,7 +23,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from loadtest.client.report import markdown, notes
 from loadtest.client.timeline import PERCENTILES as PERCENTILES_OVER_TIME
 from loadtest.measurement.figures import number
-from loadtest.sweep.figures import METRICS, PERCENTILES, findings, sweep_table, warnings
+from loadtest.sweep.figures import METRICS, PERCENTILES, findings, has_objectives, report_lines, sweep_table, warnings
 from loadtest.sweep.level import State
 from loadtest.sweep.server_side import PHASES
 
@@ -109,7 +109,10 @@ def _mark_limits(axes: Axes, sweep: Mapping[str, Any]) -> None:
     axes.set_xlim(0.9 * min(rates), 1.1 * max(rates))
     if (above := sweep["stable_rate"]["lowest_above"]) is not None:
         axes.axvspan(above, 1.1 * max(rates), color=_COLORS[3], alpha=0.1, linewidth=0)
-    limits = {"knee": sweep["knee_rate"], "objectives": sweep["slo_rate"]["highest"]}
+    limits = {
+        "knee": None if sweep["knee_rate"] == min(rates) else sweep["knee_rate"],
+        "objectives": sweep["slo_rate"]["highest"] if has_objectives(sweep) else None,
+    }
     for height, (label, rate) in zip((0.98, 0.6), limits.items(), strict=True):
         if rate is not None:
             axes.axvline(rate, color=_INK, linewidth=0.8, linestyle="--")
@@ -126,10 +129,9 @@ def plots(sweep: Mapping[str, Any]) -> list[str]:
     def throughput(axes: Axes) -> None:
         rates = [level["rate"] for level in sweep["levels"]]
         axes.plot(rates, rates, ":", color=_INK, linewidth=1, label="all that is sent")
-        for color, (key, label) in zip(
-            _COLORS, (("request_throughput", "ok"), ("request_goodput", "within the objectives")), strict=False
-        ):
-            _line(axes, sweep["levels"], key, color, label)
+        _line(axes, sweep["levels"], "request_throughput", _COLORS[0], "ok")
+        if has_objectives(sweep):
+            _line(axes, sweep["levels"], "request_goodput", _COLORS[1], "within the objectives")
         if sweep["capacity"] is not None:
             served = sweep["capacity"]["requests_per_second"]
             axes.axhspan(served["low"], served["high"], color=_INK, alpha=0.12, linewidth=1, label="capacity")
@@ -234,7 +236,12 @@ _FACTS = {
 
 def _facts(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return settings, workload, objectives and provenance of a result, as pairs of name and text."""
-    return [(name, _text(result[key])) for name, key in _FACTS.items() if result.get(key) is not None]
+    is_shown = {"slo": "levels" not in result or has_objectives(result)}
+    return [
+        (name, _text(result[key]))
+        for name, key in _FACTS.items()
+        if result.get(key) is not None and is_shown.get(key, True)
+    ]
 
 
 def _text(value: Any) -> str:
@@ -269,16 +276,19 @@ def _limits_body(sweep: Mapping[str, Any]) -> list[str]:
     drawn = [draw_over_time(level) for level in sweep["levels"]] if is_replay else plots(sweep)
     figures = "".join(f"<figure>{plot}</figure>" for plot in drawn)
     legend = '<p class="faint">Shaded, with hollow markers: overloaded or unclear. Bars: 95 % intervals.</p>'
+    terms = " ".join(f"{short}: {name.lower()}." for short, name in _LONG.items())
+    throughput = {name: key for name, key in _THROUGHPUT.items() if key != "request_goodput" or has_objectives(sweep)}
     return [
+        "<h2>Warnings</h2>" + _listed(doubts, ' class="warnings"') if doubts else "",
         f'<p class="lead">{escape(lead)}</p>',
         _listed(others),
-        "<h2>Warnings</h2>" + _listed(doubts, ' class="warnings"') if doubts else "",
         "<h2>Plots</h2>",
         figures if is_replay else f'<div class="plots">{figures}</div>',
         "" if is_replay else legend,
         "<h2>Figures</h2>",
         '<p class="faint">Small: 95 % intervals. A dash: too few requests. A click on a heading sorts.</p>',
-        level_table(sweep["levels"], "Throughput, and mean time of a request by phase", _LEVEL | _THROUGHPUT | _PHASES),
+        f'<p class="faint">{terms}</p>',
+        level_table(sweep["levels"], "Throughput, and mean time of a request by phase", _LEVEL | throughput | _PHASES),
         level_table(sweep["levels"], "Latencies in ms", _RATE | _latencies(METRICS, PERCENTILES)),
     ]
 
@@ -298,8 +308,7 @@ def markdown_page(result: Mapping[str, Any]) -> str:
     """Return the report of a sweep, of a replay, or of other loads, as Markdown without plots."""
     lines = [f"# {_title(result)}", ""]
     if "levels" in result:
-        lines += [*(f"- {line}" for line in findings(result)), "", *(f"- warning: {line}" for line in warnings(result))]
-        lines += ["", "## Rates", "", sweep_table(result)]
+        lines += [*report_lines(result), "", "## Rates", "", sweep_table(result)]
     else:
         lines += [markdown(result.get("loads", [result])), ""]
     facts = "\n".join(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in _facts(result))

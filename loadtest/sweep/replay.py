@@ -21,7 +21,7 @@ from loadtest.client.sse_client import CompletionClient
 from loadtest.client.workload import Workload
 from loadtest.measurement.benchmark_program import MeasurementFailed, add_options
 from loadtest.measurement.figures import number
-from loadtest.sweep.figures import findings, level_figures, sweep_table, warnings, with_margin
+from loadtest.sweep.figures import level_figures, report_lines, sweep_table, with_margin
 from loadtest.sweep.level import Level, State
 from loadtest.sweep.open_loop import OpenLoop, reach
 from loadtest.sweep.server_side import limiting_factor, phases_ms, scrape
@@ -126,8 +126,7 @@ def replay(arguments: argparse.Namespace) -> dict[str, Any]:
         "levels": [level_figures(level, slo)],
     }
     result["findings"] = replay_findings(result)
-    lines = [f"- {line}" for line in findings(result)] + [f"- warning: {line}" for line in warnings(result)]
-    print("\n".join(["", sweep_table(result), *lines]))
+    print("\n".join(["", sweep_table(result), *report_lines(result)]))
     return result
 
 

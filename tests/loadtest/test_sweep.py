@@ -9,8 +9,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from loadtest.client.report import Slo
+from loadtest.measurement.figures import number
 from loadtest.sweep.compare import Verdict, compare
-from loadtest.sweep.figures import findings, sweep_figures, with_margin
+from loadtest.sweep.figures import findings, reversal, sweep_figures, warnings, with_margin
 from loadtest.sweep.level import Level, Load, State, WindowPlan, measure, warm_up_length
 from loadtest.sweep.search import bracket, capacity, levels_left, next_rate, settled
 from tests.loadtest.queue_server import BatchServer, QueueServer
@@ -37,6 +38,7 @@ def check(levels: list[Level], true_capacity: float) -> None:
     assert served.mean == pytest.approx(true_capacity, rel=0.03)
     stable = [rate for rate, state in settled(levels).items() if state is State.STABLE]
     assert 0.9 * true_capacity < max(stable) < true_capacity
+    assert reversal(sweep_figures(levels, NO_LIMITS)) is None
 
 
 @settings(max_examples=8, phases=RANDOM)
@@ -103,7 +105,8 @@ def test_the_highest_rate_within_the_objectives_is_found() -> None:
     rates = figures["slo_rate"]
     assert 0.5 * server.capacity < rates["highest"] < rates["lowest_above"] <= (1 + PRECISION) * rates["highest"]
     assert all(bool(level.slo_breaches) == (level.rate > rates["highest"]) for level in levels)
-    assert any("meets the objectives" in line for line in findings(figures))
+    assert f"N / {number(rates['highest'])} replicas" in findings(figures)[-1]
+    assert "highest rate that meets the objectives" in findings(figures)[-1]
     assert rates["highest"] < figures["stable_rate"]["highest"]
 
 
@@ -127,7 +130,28 @@ def test_the_bracket_ignores_an_unclear_rate_below_a_good_one() -> None:
 def test_an_interrupted_sweep_has_findings_of_its_levels() -> None:
     assert "No rate was measured." in findings(sweep_figures([], NO_LIMITS))
     level = measure(QueueServer(4, lambda rng: 0.5), 2.0, WindowPlan(seconds=5.0), NO_LIMITS)
-    assert findings(sweep_figures([level], NO_LIMITS))[0].startswith("The limit is unknown")
+    lines = findings(sweep_figures([level], NO_LIMITS))
+    assert lines[0] == "Highest stable rate: 2 requests/s. The limit is unknown, because no rate overloaded the server."
+    assert "The knee is at or below 2 requests/s, the lowest rate tried." in lines
+    assert [line for line in lines if "bjective" in line] == ["No objectives were given; see --slo-ttft-p95-ms."]
+    assert lines[-1].startswith("For N requests/s: N / 2 replicas (2: highest stable rate), rounded up")
+
+
+def test_a_rate_that_went_well_above_an_overloaded_one_is_reported_first() -> None:
+    slow, fast = (QueueServer(slots, lambda rng: 0.5) for slots in (2, 8))
+    levels = [
+        measure(server, rate, WindowPlan(seconds=5.0), NO_LIMITS)
+        for server, rate in ((slow, 2.0), (slow, 6.0), (fast, 10.0), (fast, 20.0))
+    ]
+    for level in levels:
+        level.client_cpu_share = 0.0  # the simulation uses a whole core
+    figures = sweep_figures(levels, NO_LIMITS)
+    assert "kept up with 10 requests/s, although 6 overloaded it. The limits are not reliable." in findings(figures)[0]
+    assert warnings(figures)[0] == findings(figures)[0]
+    figures["levels"][0]["client_cpu_share"] = 0.9
+    assert warnings(figures)[0] == "at 2 requests/s: the client used 90% of a core; latencies may be the client's own"
+    del figures["levels"][1]
+    assert findings(figures)[0].startswith("Highest stable rate: ")
 
 
 def test_the_warm_up_ends_where_the_values_become_steady() -> None:

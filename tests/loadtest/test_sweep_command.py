@@ -79,7 +79,12 @@ def test_the_html_report_is_complete_without_a_network(result: Path) -> None:
 def test_the_markdown_report_has_the_same_findings(result: Path) -> None:
     page, html = (result.with_suffix(suffix).read_text() for suffix in (".md", ".html"))
     found = re.findall(r"^- (?!warning)(.*)$", page, re.MULTILINE)
-    assert found[0].startswith("The server completes at most ")
+    assert found[0].startswith("Highest stable rate: " if "| stable |" in page else "No rate was stable")
+    assert "While overloaded, the server completes " in found[0]
+    assert html.index("requests in flight do not grow") < html.index("<h2>Plots</h2>")
+    assert "TTFT: time to first token." in html
+    assert "goodput/s" in page
+    assert "goodput/s" in html
     assert all(line.replace("'", "&#x27;") in html for line in found)
     assert "| requests/s | state |" in page
 
@@ -100,7 +105,8 @@ def test_an_interrupted_sweep_keeps_its_levels(tmp_path: Path, monkeypatch: pyte
     figures = json.loads(path.read_text())
     assert figures["interrupted"]
     assert len(figures["levels"]) == 1
-    assert path.with_suffix(".html").is_file()
+    pages = [path.with_suffix(suffix).read_text() for suffix in (".html", ".md")]
+    assert not any("goodput" in page or "| objectives" in page or ">objectives" in page for page in pages)
 
 
 def test_a_server_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
