@@ -162,6 +162,16 @@ def test_tokens_equal_the_cpu_with_preemption_prefix_hits_and_cancellation(name:
     assert device.counts["pageable copy"] == 0 or not run.is_captured
 
 
+@pytest.mark.parametrize("name", sorted({*VARIANTS} - {*PAGED, *NOT_CAPTURED}))
+def test_tokens_of_all_other_variants_equal_the_cpu(name: str, device: SimulatedDevice) -> None:
+    run = Run(device, build(VARIANTS[name]))
+    submits = mixed(3, seed=4)
+    run.drive(submits)
+    reference = build(VARIANTS[name])
+    for submit in submits:
+        assert run.tokens[submit.uid] == reference_completion(reference, submit, run.tokens[submit.uid])
+
+
 def test_bfloat16_tokens_equal_the_cpus(device: SimulatedDevice) -> None:
     """Both round at the same steps: only sums in another order may differ, in the last bit."""
     run = Run(device, build(VARIANTS["rotary-gqa"]).bfloat16())
