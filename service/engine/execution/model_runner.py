@@ -330,7 +330,7 @@ def _sample(
     if _is_plain_greedy(inputs):
         return torch.as_tensor(most_likely(logits_BV))
     if inputs.masks is not None and words_RW is not None:
-        logits_BV = mask_logits(logits_BV, inputs.masks.rows, words_RW, next(iter(tensors), None))
+        logits_BV = mask_logits(logits_BV, inputs.masks.rows, words_RW, tensors[0] if tensors else None)
     return sample(
         *(logits_BV, inputs.params, inputs.positions),
         forbidden=inputs.forbidden, rules=inputs.rules, kernels=kernels, tensors=tensors[1:],

@@ -274,7 +274,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json: ",
     ),
     "a name with a line break": (_manifest(lambda v: v.update(name="a\nb")), "cannot be shown"),
-    "a name that is none": (_manifest(lambda v: v.update(name=None)), "the model's name None cannot be shown; give"),
+    "a null name": (_manifest(lambda v: v.update(name=None)), "the model's name None cannot be shown; give"),
     "a name of a million letters": (_manifest(lambda v: v.update(name="x" * 10**6)), "1 to 255 printable characters"),
     "a format of many letters": (_manifest(lambda v: v.update(format="x" * 10**5)), "not 'kvasir-checkpoint-1'"),
     "a size of many digits": (
