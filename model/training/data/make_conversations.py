@@ -49,7 +49,7 @@ _MESSAGE = re.compile(rf"{re.escape(START)}(\w+)\n(.*?){re.escape(END)}\n", re.D
 _OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 # A user message with these may need a calculator or a clock, so a dialogue without calls does not offer them.
 _MAY_NEED_TOOL = re.compile(
-    r"\d|\b(time|date|days?|today|years?|hours?|clock|many|much|sums?|math|calculate|weather)\b"
+    r"\d|\b(time|date|days?|today|years?|hours?|clock|late|many|much|sums?|math|calculate|weather)\b"
 )
 
 
