@@ -55,8 +55,10 @@ def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any
         *_data(config, training),
         "## Recipe",
         _table(_VALUES, _recipe(config, training).items()),
+        *_start(training),
         f"![loss curve]({LOSS_CURVE_FILE})",
-        *_held_out(evaluation.held_out),
+        *_held_out(evaluation.held_out, training),
+        *_suite(training),
         *_diversity(evaluation.diversity),
         *_samples(evaluation.samples),
     ]
@@ -70,18 +72,26 @@ def _table(columns: str, rows: Iterable[Sequence[object]]) -> str:
 
 
 def _data(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the card's table of sources, with the attributions that licences require, and facts about the texts."""
+    """Yield the card's table of sources, with the attributions that licences require, and facts about the texts.
+
+    The last rows are sources of earlier runs, whose weights the run started from.
+    """
+    earlier = [source for start in _starts(training) for source in start["sources"]]
+    own = training["sources"]
     rows = []
-    for source in training["sources"]:
-        chat_repeats = source.get("chat_repeats", 0) if config.chat_steps else 0
+    for number, source in enumerate([*own, *earlier]):
+        is_own = number < len(own)
+        chat_repeats = source.get("chat_repeats", 0) if config.chat_steps or not is_own else 0
         repeats = f"{source['repeats']:g}" + (f", {chat_repeats:g} in the chat phase" if chat_repeats else "")
+        repeats += "" if is_own else ", in an earlier run"
         counts = (f"{source['documents']:,}", repeats, f"{source['held_out_documents']:,}")
         attribution = source.get("attribution", "").replace("|", "\\|").replace("\n", " ")
         rows.append((source["name"], *counts, source["licence"], attribution, f"`{source['sha256'][:16]}`"))
     yield _table("source | documents | repeats an epoch | held out | licence | attribution | SHA-256", rows)
     facts = f"{training['epoch_tokens']:,} tokens an epoch."
-    if any(source["held_out_documents"] for source in training["sources"]):
-        facts += f" No training document equals a held-out text or shares {RUN_WORDS} words in a row with one."
+    if any(source["held_out_documents"] for source in own):
+        of_run = " of this run" if "started_from" in training else ""
+        facts += f" No training document{of_run} equals a held-out text or shares {RUN_WORDS} words in a row with one."
     facts += " The weights are a result computed from these texts and contain none of the files."
     yield textwrap.fill(facts, 120)
 
@@ -101,15 +111,84 @@ def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> dict[str, objec
     return rows | {"precision": training["precision"], "commit": f"`{training['commit'][:12]}`"}
 
 
-def _held_out(measured: Mapping[str, HeldOut]) -> Iterator[str]:
+def _starts(training: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the facts of the checkpoint that the run started from, of the one that this started from, and so on."""
+    start = training.get("started_from")
+    while start is not None:
+        yield start
+        start = start.get("started_from")
+
+
+def _start(training: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the earlier runs that the weights come from, and the tokens of all runs."""
+    starts = list(_starts(training))
+    if starts:
+        sentences = []
+        for number, start in enumerate(starts):
+            figures = [
+                *([f"{_millions(start['tokens'])} tokens"] if "tokens" in start else []),
+                *([f"{duration(start['seconds'])} of steps"] if "seconds" in start else []),
+                *([f"commit `{start['commit'][:12]}`"] if "commit" in start else []),
+            ]
+            run = f"a run of {start['steps']:,} steps" if "steps" in start else f"a checkpoint named {start['name']}"
+            began = "That one started" if number else "Starts"
+            sentences.append(f"{began} from the weights of {run}" + (f" ({', '.join(figures)})." if figures else "."))
+        if all("tokens" in start for start in starts):
+            tokens = training["tokens"] + sum(start["tokens"] for start in starts)
+            sentences.append(f"{_millions(tokens)} tokens in all.")
+        yield textwrap.fill(" ".join(sentences), 120)
+
+
+def _millions(number: int) -> str:
+    return f"{number / 1e6:.1f} million" if number >= 1e6 else f"{number:,}"
+
+
+def _held_out(measured: Mapping[str, HeldOut], training: Mapping[str, Any]) -> Iterator[str]:
     if measured:
         yield "## Held-out texts"
-        yield "Measured on the bfloat16 files, in float32 arithmetic."
+        before = training.get("started_from", {}).get("held_out_bits_per_byte", {})
+        note = " Before: the checkpoint that the run started from." if before else ""
+        yield f"Measured on the bfloat16 files, in float32 arithmetic.{note}"
         rows = (
-            (name, f"{len(m.documents):,}", f"{m.bits_per_byte:.4f}", f"{m.nats_per_token:.4f}", f"{m.accuracy:.1%}")
+            (
+                *(name, f"{len(m.documents):,}"),
+                *([f"{before[name]:.4f}" if name in before else "–"] if before else []),
+                *(f"{m.bits_per_byte:.4f}", f"{m.nats_per_token:.4f}", f"{m.accuracy:.1%}"),
+            )
             for name, m in measured.items()
         )
-        yield _table("source | documents | bits per byte | nats per token | top-1 accuracy", rows)
+        columns = f"source | documents | {'before | ' if before else ''}bits per byte | nats per token | top-1 accuracy"
+        yield _table(columns, rows)
+
+
+def _suite(training: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the totals of the suite, beside those of the checkpoint that the run started from if it has any."""
+    if "suite" in training:
+        yield "## Suite"
+        before = _suite_rows(training.get("started_from", {}).get("suite", {}))
+        note = " Before: the checkpoint that the run started from." if before else ""
+        yield f"`kvasir eval --suite shipped`, as `docs/evaluation.md` describes it.{note}"
+        rows = (
+            (name, *([before.get(name, "–")] if before else []), now)
+            for name, now in _suite_rows(training["suite"]).items()
+        )
+        yield _table(f"measurement | {'before | ' if before else ''}this model", rows)
+
+
+def _suite_rows(suite: Mapping[str, Any]) -> dict[str, str]:
+    """Return the figures of a suite by a description, which has the number of texts: other texts are another figure."""
+    rows = {}
+    if pairs := suite.get("pairs"):
+        rows[f"minimal pairs, {pairs['pairs']:,}: right"] = f"{pairs['accuracy']:.1%}"
+    for name, cloze in suite.get("cloze", {}).items():
+        rows[f"last word among five, {cloze['questions']:,} of {name}: right"] = f"{cloze['accuracy']:.1%}"
+    if suite.get("looping_share") is not None:
+        rows["greedy completions that loop"] = f"{suite['looping_share']:.1%}"
+    for measured in suite.get("diversity", ()):
+        if measured["repetition"] is not None:
+            name = f"repetition at temperature {measured['temperature']}, {measured['num_samples']:,} samples"
+            rows[name] = f"{measured['repetition']:.3f}"
+    return rows
 
 
 def _diversity(measured: Sequence[Diversity]) -> Iterator[str]:

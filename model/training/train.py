@@ -25,11 +25,12 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.loading import check_writable, load_model, save_checkpoint
-from model.checkpoint.manifest import MANIFEST_FILE, read_manifest, write_manifest
+from model.checkpoint.manifest import MANIFEST_FILE, Manifest, read_manifest, write_manifest
 from model.checkpoint.weights import remove_shards
 from model.config import ModelConfig
-from model.evaluation.evaluation import evaluate_checkpoint
+from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.likelihood import HeldOut, evaluate
+from model.evaluation.minimal_pairs import shipped_pairs
 from model.evaluation.prompts import DRAWS, PROMPTS, Complete, Prompt, Sampler, complete_one_by_one
 from model.nn.transformer import Block, Transformer
 from model.training.attention import DocumentAttention
@@ -55,6 +56,10 @@ from model.training.state import (
 _HELD_OUT_TEXTS = 64  # of each source, measured during the run
 _PARTIAL_DIRECTORY = ".partial"  # of an unfinished checkpoint, inside the checkpoint directory
 _SOURCE_FACTS = ("name", "licence", "attribution", "repeats", "chat_repeats")  # in the manifest
+# Facts of the checkpoint of `start_from` that the manifest repeats, as far as its own manifest has them.
+_START_FACTS = ("steps", "tokens", "seconds", "commit", "held_out_bits_per_byte", "suite", "started_from")
+_SUITE = ("pairs", "cloze", "looping_share", "diversity")  # parts of an evaluation's facts
+SUITE_CONTEXT = 64  # tokens; a sentence of `shipped_pairs` has at most 51 bytes
 _FINAL_STEPS = 100  # the final training loss is the mean over these steps
 _SHOWN_SAMPLES = 6  # printed; the card has all samples
 # Default sampling parameters of a chat model, for requests that set none.
@@ -163,6 +168,7 @@ class Trainer:
         )
         self.step = 0
         self.seconds = 0.0
+        self.start = None if config.start_from is None else read_manifest(config.start_from)
         self._corpora = [source.sha256 for source in corpus.sources]
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
@@ -170,8 +176,8 @@ class Trainer:
             if state.step:  # the optimizers have no state before the first step
                 self.optimizers.load_state_tensors(_below("optimizer/", state.tensors))
             self.step, self.seconds = state.step, state.seconds
-        elif config.start_from is not None:
-            self.model.load_state_dict(_start_weights(config.start_from, config.model))
+        elif self.start is not None:
+            self.model.load_state_dict(_start_weights(self.start, config.model))
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
         self._own = OwnCompletions(self.model, corpus.tokenizer, complete) if config.repetition_steps else None
@@ -280,9 +286,9 @@ class Trainer:
         save_state(self.settings.run_directory, state, self.config, self._corpora)
 
 
-def _start_weights(directory: Path, model: ModelConfig) -> dict[str, Tensor]:
+def _start_weights(manifest: Manifest, model: ModelConfig) -> dict[str, Tensor]:
     """Return the weights of a Kvasir checkpoint. Raises CheckpointError, or ValueError for another architecture."""
-    manifest = read_manifest(directory)
+    directory = manifest.directory
     theirs, ours = manifest.config.to_dict(), model.to_dict()
     if different := [key for key in ours if ours[key] != theirs.get(key)]:
         raise ValueError(
@@ -317,11 +323,14 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     own = [Prompt(None, text) for text in config.sample_prompts]
     prompts, draws = (own, 0) if own else (PROMPTS, DRAWS)
     sampler = Sampler(served, corpus.tokenizer, partial, complete, prompts=prompts, draws=draws)
+    has_suite = not own and config.model.max_context_length >= SUITE_CONTEXT
     evaluation = evaluate_checkpoint(
         served,
         corpus.tokenizer,
         splits={source.config.name: source.held_out for source in corpus.sources},
+        pairs=shipped_pairs() if has_suite else (),
         sampler=sampler,
+        has_cloze=has_suite,
         report=report,
     )
     for name, measured in evaluation.held_out.items():
@@ -329,6 +338,8 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
         report(f"held out, {name}: {losses}, next-token accuracy {measured.accuracy:.1%}")
     for metric in ("bits_per_byte", "nats_per_token", "accuracy"):
         training[f"held_out_{metric}"] = {name: getattr(m, metric) for name, m in evaluation.held_out.items()}
+    if has_suite:
+        training["suite"] = suite_facts(evaluation)
     write_manifest(partial, name=config.name, training=training)
     draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
     for sample in evaluation.samples[:_SHOWN_SAMPLES]:
@@ -341,8 +352,43 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     partial.rmdir()
 
 
+def suite_facts(evaluation: Evaluation) -> dict[str, Any]:
+    """Return the totals of `kvasir eval --suite shipped` for the manifest, as JSON values."""
+    facts = evaluation.to_dict()
+    del facts["pairs"]["groups"]
+    return {name: facts[name] for name in _SUITE}
+
+
+def start_facts(start: Manifest, own: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a run's manifest says of the checkpoint that it started from.
+
+    own: facts of the run's own sources. Other sources of the earlier run are listed, and its losses on held-out texts
+    that are not this run's are left out.
+    """
+    training = start.training
+    sources = training.get("sources", [])
+    facts = {"name": start.name} | {name: training[name] for name in _START_FACTS if name in training}
+    known = {source["sha256"] for source in own}
+    facts["sources"] = [source for source in sources if source["sha256"] not in known]
+    held_out = [{(s["name"], s["sha256"], s["held_out_documents"]) for s in listed} for listed in (own, sources)]
+    same = {name for name, *_ in held_out[0] & held_out[1]}
+    losses = facts.get("held_out_bits_per_byte", {}).items()
+    return facts | {"held_out_bits_per_byte": {name: bits for name, bits in losses if name in same}}
+
+
 def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
     config, last = trainer.config, log[-_FINAL_STEPS:]
+    sources = [
+        {name: getattr(source.config, name) for name in _SOURCE_FACTS}
+        | {
+            "sha256": source.sha256,
+            "documents": len(source.train),
+            "held_out_documents": len(source.held_out),
+            "left_out_documents": source.left_out,
+        }
+        for source in trainer.corpus.sources
+    ]
+    started = {} if trainer.start is None else {"started_from": start_facts(trainer.start, sources)}
     return {
         "seed": config.seed,
         "steps": config.steps,
@@ -356,16 +402,8 @@ def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
         "commit": _commit(),
         "final_loss": float(np.mean([line["loss"] for line in last])) if last else None,  # the log is missing
         "final_loss_steps": len(last),
-        "sources": [
-            {name: getattr(source.config, name) for name in _SOURCE_FACTS}
-            | {
-                "sha256": source.sha256,
-                "documents": len(source.train),
-                "held_out_documents": len(source.held_out),
-                "left_out_documents": source.left_out,
-            }
-            for source in trainer.corpus.sources
-        ],
+        "sources": sources,
+        **started,
     }
 
 

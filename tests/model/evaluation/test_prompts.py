@@ -1,5 +1,6 @@
 """Fixed prompts as token ids of a checkpoint, and the samples of their completions."""
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -67,9 +68,9 @@ class Recorder:
         return [[*tokenizer.encode(f"word{wanted.seed} {index}"), end] for index, wanted in enumerate(params)]
 
 
-def test_there_are_twenty_prompts_of_four_kinds() -> None:
-    assert len(PROMPTS) == len({prompt.text for prompt in PROMPTS}) == 20
-    assert {prompt.kind for prompt in PROMPTS} == set(PromptKind)
+def test_there_are_forty_prompts_of_four_kinds() -> None:
+    assert len(PROMPTS) == len({prompt.text for prompt in PROMPTS}) == 40
+    assert [kind for kind, _ in itertools.groupby(prompt.kind for prompt in PROMPTS)] == list(PromptKind)
 
 
 def test_a_chat_prompt_is_rendered_by_the_checkpoints_template(tmp_path: Path) -> None:
@@ -105,23 +106,23 @@ def test_parameters_of_shown_samples_and_of_diversity_samples(tmp_path: Path) ->
     sampler = Sampler(model, chat_tokenizer(), tmp_path, recorder, draws=3)
     shown = sampler.shown()
     assert [(sample.prompt, sample.kind) for sample in shown] == [(prompt.text, prompt.kind) for prompt in PROMPTS]
-    assert [sample.completion for sample in shown] == [f"word0 {index}" for index in range(20)]
+    assert [sample.completion for sample in shown] == [f"word0 {index}" for index in range(40)]
     prompts, params = recorder.asked[0]
     assert {(p.temperature, p.top_p, p.seed) for p in params} == {(0.8, 0.95, 0)}
     assert all(len(ids) + p.max_tokens <= 256 for ids, p in zip(prompts, params, strict=True))
     measured = sampler.diversity(0.5)
     prompts, params = recorder.asked[1]
     assert prompts == recorder.asked[0][0] * 3
-    assert [p.seed for p in params] == list(range(60)), "no two draws share a seed"
+    assert [p.seed for p in params] == list(range(120)), "no two draws share a seed"
     assert {(p.temperature, p.top_p) for p in params} == {(0.5, 1.0)}
-    assert measured == measure_diversity(0.5, [f"word{index} {index}" for index in range(60)])
+    assert measured == measure_diversity(0.5, [f"word{index} {index}" for index in range(120)])
 
 
 def test_prompts_longer_than_the_context_are_skipped(tmp_path: Path) -> None:
     model, recorder = build(ModelConfig.from_dict({**ROTARY, "max_context_length": 24})), Recorder()
     shown = Sampler(model, chat_tokenizer(), tmp_path, recorder).shown()
     assert [sample.prompt for sample in shown] == [p.text for p in PROMPTS if len(p.text.encode()) + 1 < 24]
-    assert 0 < len(shown) < 20
+    assert 0 < len(shown) < len(PROMPTS)
 
 
 def test_the_reference_implementation_completes_one_prompt_at_a_time() -> None:

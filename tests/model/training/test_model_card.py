@@ -114,6 +114,66 @@ def test_measured_metrics_are_rows_of_tables(tmp_path: Path) -> None:
     assert "###" not in card(tmp_path)
 
 
+def test_the_card_names_the_runs_that_the_weights_come_from_and_their_sources(tmp_path: Path) -> None:
+    first = {"name": "first", "steps": 9, "tokens": 1_500_000, "sources": []}
+    own, other = TRAINING["sources"][0], {"name": "tales", "attribution": "Told by Grimm", "chat_repeats": 2}
+    started = {
+        **{"name": "second", "steps": 4400, "tokens": 36_044_800, "seconds": 10160.3, "commit": "140b0b19df25ef"},
+        **{"sources": [own | other], "started_from": first},
+    }
+    text = " ".join(card(tmp_path, {"started_from": started}).split())
+    assert (
+        "Starts from the weights of a run of 4,400 steps (36.0 million tokens, 2:49:20 of steps, commit "
+        "`140b0b19df25`). That one started from the weights of a run of 9 steps (1.5 million tokens). 37.5 million "
+        "tokens in all."
+    ) in text
+    assert "| tales | 90 | 1, 2 in the chat phase, in an earlier run | 10 | public domain | Told by Grimm |" in text
+    assert "No training document of this run equals" in text
+    unknown = " ".join(card(tmp_path, {"started_from": {"name": "theirs", "sources": []}}).split())
+    assert "Starts from the weights of a checkpoint named theirs. ![loss" in unknown
+    assert "weights of" not in card(tmp_path)
+
+
+SUITE: dict[str, Any] = {
+    "pairs": {"accuracy": 0.875, "pairs": 1399},
+    "cloze": {"aesop": {"questions": 10, "accuracy": 0.5}, "tales": {"questions": 3, "accuracy": 1 / 3}},
+    "looping_share": 0.25,
+    "diversity": [{"temperature": 0.5, "num_samples": 160, "repetition": 0.1234}],
+}
+
+
+def test_figures_of_the_suite_and_of_held_out_texts_are_beside_those_of_the_start(tmp_path: Path) -> None:
+    path = tmp_path / "card.md"
+    held_out = {"aesop": HeldOut((Score(-4.0, 3, 1),), num_bytes=20), "new": HeldOut((Score(-2.0, 3, 1),), 20)}
+    measured = Evaluation(held_out=held_out)
+    write_model_card(path, config(), TRAINING | {"suite": SUITE}, measured)
+    text = path.read_text()
+    for row in (
+        "| minimal pairs, 1,399: right | 87.5% |",
+        "| last word among five, 3 of tales: right | 33.3% |",
+        "| greedy completions that loop | 25.0% |",
+        "| repetition at temperature 0.5, 160 samples | 0.123 |",
+        "| aesop | 1 | 0.2885 | 1.3333 | 33.3% |",
+    ):
+        assert row in text
+    assert "Before" not in text
+    earlier = SUITE | {"cloze": {"aesop": {"questions": 9, "accuracy": 0.4}}, "looping_share": 0.5}
+    started = {"name": "a", "sources": [], "held_out_bits_per_byte": {"aesop": 0.75}, "suite": earlier}
+    write_model_card(path, config(), TRAINING | {"suite": SUITE, "started_from": started}, measured)
+    text = path.read_text()
+    for row in (
+        "| measurement | before | this model |",
+        "| minimal pairs, 1,399: right | 87.5% | 87.5% |",
+        "| last word among five, 10 of aesop: right | – | 50.0% |",  # the earlier figure is of other texts
+        "| greedy completions that loop | 50.0% | 25.0% |",
+        "| aesop | 1 | 0.7500 | 0.2885 | 1.3333 | 33.3% |",
+        "| new | 1 | – | 0.1443 | 0.6667 | 33.3% |",
+    ):
+        assert row in text
+    write_model_card(path, config(), TRAINING | {"suite": SUITE | {"pairs": None, "looping_share": None}}, measured)
+    assert "minimal pairs" not in path.read_text()
+
+
 def test_the_card_has_no_sections_without_data(tmp_path: Path) -> None:
     path = tmp_path / "card.md"
     sources = [TRAINING["sources"][0] | {"held_out_documents": 0}]

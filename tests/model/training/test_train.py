@@ -17,6 +17,8 @@ from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.config import ModelConfig
 from model.evaluation.likelihood import evaluate
+from model.evaluation.minimal_pairs import shipped_pairs
+from model.evaluation.prompts import TEMPERATURES
 from model.io.files import CheckpointError
 from model.nn.transformer import Transformer
 from model.sampling.params import SamplingParams
@@ -25,10 +27,11 @@ from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
 from model.training.state import locked, read_log
-from model.training.train import RunSettings, train
+from model.training.train import SUITE_CONTEXT, RunSettings, train
 from tests.model.configs import ROTARY
 
 SAMPLE = Path(__file__).parents[2] / "data" / "aesop.txt"
+TALES = Path(__file__).parents[3] / "loadtest" / "client" / "tales.txt"
 
 
 def config(**changes: object) -> TrainConfig:
@@ -122,7 +125,7 @@ def test_a_run_with_a_chat_phase_resumes_exactly(tmp_path: Path, stop: int) -> N
         sources=(*config().sources, dialogues(tmp_path)),
         steps=22,
         vocab_size=322,
-        model=ModelConfig.from_dict({**ROTARY, "vocab_size": 322}),
+        model=ModelConfig.from_dict({**ROTARY, "vocab_size": 322, "max_context_length": 48}),
     )
     if stop < both.steps:
         assert not train(both, settings(tmp_path, "parts", stop_after=stop), lambda text: None)
@@ -132,6 +135,12 @@ def test_a_run_with_a_chat_phase_resumes_exactly(tmp_path: Path, stop: int) -> N
     tokenizer = load_native(tmp_path / "whole-checkpoint")
     assert len(tokenizer.eos_token_ids) == 2
     assert (tmp_path / "whole-checkpoint" / "chat_template.jinja").is_file()
+    assert "suite" not in read_manifest(tmp_path / "whole-checkpoint").training, "the context is too short"
+
+
+def test_the_sentences_of_the_suite_fit_the_context_that_it_needs() -> None:
+    """A token has at least one byte, and the begin-of-text token comes first."""
+    assert max(len(text.encode()) + 1 for pair in shipped_pairs() for text in (pair.good, pair.bad)) <= SUITE_CONTEXT
 
 
 def test_the_finished_checkpoint_loads_and_has_manifest_and_model_card(tmp_path: Path) -> None:
@@ -146,6 +155,7 @@ def test_the_finished_checkpoint_loads_and_has_manifest_and_model_card(tmp_path:
     assert source["held_out_documents"] > 0
     assert len(source["sha256"]) == 64
     assert manifest.training["steps"] == 30
+    assert "suite" not in manifest.training, "the recipe has its own prompts"
     assert manifest.training["tokens"] == 30 * 4 * 32
     bits = manifest.training["held_out_bits_per_byte"]["aesop"]
     assert 1.0 < bits < math.log2(256)
@@ -313,14 +323,39 @@ def test_the_shipped_recipe_is_valid(tmp_path: Path) -> None:
 def test_a_run_starts_from_the_weights_and_the_tokenizer_of_a_checkpoint_of_its_architecture(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, "first"), lambda text: None, complete=no_completions)
     first = tmp_path / "first-checkpoint"
-    again = config(start_from=first, sources=(dialogues(tmp_path), *config().sources), steps=4, decay_steps=1)
+    sources = (dialogues(tmp_path), *config().sources)
+    again = config(start_from=first, sources=sources, steps=4, decay_steps=1, sample_prompts=())
     train(again, settings(tmp_path, "again"), lambda text: None, complete=no_completions)
     losses = {run: [line["loss"] for line in read_log(tmp_path / run / "log.jsonl")] for run in ("first", "again")}
     assert losses["again"][0] < min(losses["first"][:10])
     assert (tmp_path / "again-checkpoint/tokenizer.tiktoken").read_bytes() == (
         first / "tokenizer.tiktoken"
     ).read_bytes()
-    assert "| start_from | first-checkpoint |" in (tmp_path / "again-checkpoint/MODEL_CARD.md").read_text()
+    card = (tmp_path / "again-checkpoint/MODEL_CARD.md").read_text()
+    assert "| start_from | first-checkpoint |" in card
+    earlier, later = (read_manifest(tmp_path / f"{run}-checkpoint").training for run in ("first", "again"))
+    started = later["started_from"]
+    assert started["name"] == "aesop"
+    assert started["sources"] == [], "this run has the source too"
+    assert started["held_out_bits_per_byte"] == earlier["held_out_bits_per_byte"]
+    for fact in ("steps", "tokens", "seconds", "commit"):
+        assert started[fact] == earlier[fact]
+    assert f"{30 * 4 * 32 + 4 * 4 * 32:,} tokens in all." in card
+    bits = (training["held_out_bits_per_byte"]["aesop"] for training in (earlier, later))
+    assert " | {:.4f} | {:.4f} | ".format(*bits) in card
+    other = SourceConfig(name="tales", path=TALES, repeats=1, held_out=0.1, licence="public domain")
+    suite = later["suite"]
+    assert suite["pairs"].keys() == {"accuracy", "pairs"}
+    assert suite["cloze"]["aesop"]["questions"] > 0
+    assert [measured["temperature"] for measured in suite["diversity"]] == list(TEMPERATURES)
+    assert "## Suite" in card
+    third = config(start_from=tmp_path / "again-checkpoint", steps=4, decay_steps=1, sources=(other,))
+    train(third, settings(tmp_path, "third"), lambda text: None, complete=no_completions)
+    started = read_manifest(tmp_path / "third-checkpoint").training["started_from"]
+    assert [source["name"] for source in started["sources"]] == ["dialogues", "aesop"]
+    assert started["held_out_bits_per_byte"] == {}, "of texts that are not held out of this run"
+    assert started["suite"] == suite
+    assert started["started_from"]["steps"] == 30
     deeper = ModelConfig.from_dict({**ROTARY, "vocab_size": 320, "num_layers": 3})
     with pytest.raises(ValueError, match=r"its num_layers is \d, the recipe's 3"):
         train(config(start_from=first, model=deeper), settings(tmp_path, "deeper"), lambda text: None)
