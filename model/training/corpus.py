@@ -36,13 +36,13 @@ RUN_WORDS = 20
 JSON_SUFFIXES = {".jsonl", ".json", ".ndjson"}
 CONVERT = "give plain text, or convert the text, for example with: iconv -f WINDOWS-1252 -t UTF-8"
 _WORD = re.compile(r"[^\W_]+")
-_SPEAKERS = {"U": "user", "S": "assistant", "system": "system"}  # of corpus records
+_SPEAKERS = {"U": "user", "S": "assistant", "T": "tool", "system": "system"}  # of corpus records
 _PRETRAINING, _CHAT = 0, 1  # seed tags, so that the phases shuffle differently
 _STREAM_BATCHES = ROUND_BATCHES // 8  # piece length, in batches, for a token stream: a round holds several pieces
 
 
 class Turn(NamedTuple):
-    """Message of a training conversation. role: `system`, `user` or `assistant`."""
+    """Message of a training conversation. role: one of `chatml.ROLES`."""
 
     role: str
     text: str

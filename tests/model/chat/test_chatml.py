@@ -13,7 +13,9 @@ from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.chat.chatml import END, START, TEMPLATE, supports_chatml
 from model.chat.template import load_chat_template
-from model.chat.template_sandbox import TemplateFailure
+from model.chat.template_sandbox import TemplateFailure, compile_template, render
+from model.chat.tool_formats.table import DEFAULT_FORMAT, find_tool_format
+from model.chat.tool_prompt import write_calls
 from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
@@ -30,6 +32,21 @@ TALK = [
     Turn("user", "  Who are you? 😀\n\n"),
     Turn("assistant", "A teller of tales."),
     Turn("user", "Tell one."),
+]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "description": 'Adds "numbers".',
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "number"}}},
+        },
+    },
+    {"type": "function", "function": {"name": "stop"}},
+]
+CALLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "arguments": {"a": 'é"\n<b>', "b": -1.5}}},
+    {"type": "function", "function": {"name": "stop", "arguments": {}}},
 ]
 
 
@@ -49,9 +66,25 @@ def test_the_chatml_template_keeps_message_contents_unchanged(checkpoint: Path) 
     told = [{**message, "name": None} for message in messages(TALK[1:2])]
     assert template.render(told) == f"{START}user\n  Who are you? 😀\n\n{END}\n{START}assistant\n"
     assert template.render(messages(TALK), add_generation_prompt=False).endswith(f"Tell one.{END}\n")
-    with pytest.raises(TemplateFailure, match="the role tool is none of system, user and assistant") as caught:
-        template.render([{"role": "tool", "content": "x"}])
+    with pytest.raises(TemplateFailure, match="the role critic is none of system, user, assistant and tool") as caught:
+        template.render([{"role": "critic", "content": "x"}])
     assert caught.value.by_template
+
+
+def test_the_chatml_template_writes_tools_in_a_line_each_and_calls_in_the_default_format() -> None:
+    asked = [{"role": "user", "content": "Sum?"}, {"role": "assistant", "tool_calls": CALLS}]
+    variables = {"bos_token": "", "messages": asked, "tools": TOOLS, "add_generation_prompt": False}
+
+    def written(**changed: Any) -> str:
+        return render(compile_template(TEMPLATE), variables | changed, max_characters=1000)
+
+    described = 'Tools:\nf(a, b): Adds "numbers".\nstop()'
+    talk = f"{START}user\nSum?{END}\n{START}assistant\n{write_calls(CALLS, DEFAULT_FORMAT)}{END}\n"
+    assert written() == f"{START}system\n{described}{END}\n{talk}"
+    system = {"role": "system", "content": "Be brief."}
+    assert written(messages=[system, *asked]) == f"{START}system\nBe brief.\n\n{described}{END}\n{talk}"
+    assert written(tools=None) == talk
+    assert find_tool_format(TEMPLATE) is DEFAULT_FORMAT
 
 
 def test_the_manifest_hashes_chat_template_and_generation_config(checkpoint: Path) -> None:
@@ -81,11 +114,15 @@ def test_a_base_model_is_saved_without_a_chat_template(checkpoint: Path) -> None
 def test_an_exported_chatml_template_gives_the_same_ids_in_transformers(checkpoint: Path, tmp_path: Path) -> None:
     exported = tmp_path / "exported"
     export_checkpoint(checkpoint, exported)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+    tokenizer: Any = transformers.AutoTokenizer.from_pretrained(exported)
     for turns in (TALK, TALK[1:2], TALK[1:3]):
         ids, _ = encode_conversation(chatml_tokenizer(), turns)
         assert tokenizer.apply_chat_template(messages(turns), return_dict=False) == ids[:-1]
     asked = tokenizer.apply_chat_template(messages(TALK), return_dict=False, add_generation_prompt=True)
+    called = [*messages(TALK), {"role": "assistant", "content": "", "tool_calls": CALLS}]
+    text = tokenizer.apply_chat_template(called, tools=TOOLS, tokenize=False)
+    variables = {"bos_token": END_OF_TEXT, "messages": called, "tools": TOOLS}
+    assert text == render(compile_template(TEMPLATE), variables, max_characters=1000)
     answered, _ = encode_conversation(chatml_tokenizer(), [*TALK, Turn("assistant", "Once.")])
     assert asked == answered[: len(asked)]
     ours = chatml_tokenizer()
