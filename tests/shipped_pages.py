@@ -59,15 +59,15 @@ def renew_commands(page: str, run: Callable[[str], str]) -> str:
     return _COMMAND.sub(renewed, page)
 
 
-def renew_example(page: str, url: str) -> str:
-    """Return README.md with the text that its Python example prints."""
-    (code, before), *others = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.M | re.S)
-    assert not others
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code.replace(URL, url), "README.md", "exec"), {})
-    folded = "\n".join(textwrap.fill(line, 120) for line in printed.getvalue().strip().split("\n"))
-    return page.replace(before, f"{folded}\n")
+def renew_examples(page: str, url: str) -> str:
+    """Return README.md with the texts that its Python examples print."""
+    for code, before in re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.M | re.S):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code.replace(URL, url), "README.md", "exec"), {})
+        folded = "\n".join(textwrap.fill(line, 120) for line in printed.getvalue().strip().split("\n"))
+        page = page.replace(f"{code}```\n\n```text\n{before}", f"{code}```\n\n```text\n{folded}\n")
+    return page
 
 
 def renew_facts(page: str, training: dict[str, Any]) -> str:
@@ -177,7 +177,7 @@ def renew(service: Service, directory: Path) -> None:
         "README.md": lambda page: _replace(
             r"(?<=level `)\w+(?=`)",
             service.get("/ready").json()["level"],
-            renew_facts(renew_example(page, service.url), read_manifest(CHECKPOINT).training),
+            renew_facts(renew_examples(page, service.url), read_manifest(CHECKPOINT).training),
         ),
         "docs/clients.md": lambda page: renew_chat(page, service.url),
         "docs/evaluation.md": lambda page: renew_harness(page, evaluate, directory / "documents.jsonl"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import shipped_pages
-from tests.shipped_pages import RUN, fit, renew_commands, renew_example, renew_harness, renew_quantization
+from tests.shipped_pages import RUN, fit, renew_commands, renew_examples, renew_harness, renew_quantization
 from tests.test_readme import ROOT
 
 
@@ -29,10 +29,10 @@ def test_commands_that_print_nothing_of_the_weights_stay_as_they_are() -> None:
     assert renew_commands(page, lambda command: f"output of {command[-1]}") == page.replace("old", "output of y")
 
 
-def test_the_text_of_the_python_example_is_renewed() -> None:
-    page = '```python\nprint("http://127.0.0.1:8000 " * 9)\n```\n\n```text\nold\n```\n'
-    said = re.findall(r"```text\n(.*?)\n```", renew_example(page, "here"), re.S)[0]
-    assert said == " ".join(["here"] * 9)
+def test_the_texts_of_the_python_examples_are_renewed() -> None:
+    example = '```python\nprint("%s http://127.0.0.1:8000 " * 9)\n```\n\n```text\nold\n```\n'
+    page = renew_examples(example % "a" + example % "b", "here")
+    assert re.findall(r"```text\n(.*?)\n```", page, re.S) == [" ".join(["a here"] * 9), " ".join(["b here"] * 9)]
 
 
 def test_figures_of_the_pages_are_replaced(tmp_path: Path) -> None:
