@@ -14,19 +14,22 @@ from model.tokenizer.interface import Tokenizer
 NUM_CHOICES = 5
 _LAST_WORD = re.compile(r"(?P<before>.*\w\W*)(?P<word> [a-z]+)(?P<after>\W*)", re.DOTALL)
 _MOST_TOKENS = 512  # of a text before its last word; a longer text loses its beginning
+_MOST_QUESTIONS = 200  # of a split, evenly spaced: each takes five passes over its text
 
 
 def cloze_questions(texts: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Return a beginning and five endings for each text, of which the first is the text's own.
 
     A text whose last word has a capital is left out. So are all texts if they have fewer than five last words in all.
+    Of many texts, up to `_MOST_QUESTIONS` evenly spaced texts are asked about.
     """
     found = [match for text in texts if (match := _LAST_WORD.fullmatch(text.rstrip()))]
     words = sorted({match["word"] for match in found})
     if len(words) < NUM_CHOICES:
         return []
     questions = []
-    for number, match in enumerate(found):
+    step = -(-len(found) // _MOST_QUESTIONS)
+    for number, match in enumerate(found[::step]):
         others = Random(number).sample([word for word in words if word != match["word"]], NUM_CHOICES - 1)
         questions.append((match["before"], [word + match["after"] for word in (match["word"], *others)]))
     return questions

@@ -27,6 +27,13 @@ def test_each_text_is_asked_for_its_own_last_word_among_those_of_others() -> Non
     assert cloze_questions(TEXTS[:4]) == []
 
 
+def test_of_many_texts_evenly_spaced_ones_are_asked_about() -> None:
+    texts = [f"Text {number} ends with {word}." for number in range(150) for word in ("a", "b", "c", "d", "e")]
+    befores = [before for before, _ in cloze_questions(texts)]
+    assert befores == [text.rpartition(" ")[0] for text in texts[::4]]
+    assert len(befores) <= 200
+
+
 def test_the_ending_with_the_highest_likelihood_per_token_is_the_answer() -> None:
     model, tokenizer = build(ModelConfig.from_dict(ROTARY)), tiny_tokenizer()
     questions = cloze_questions(TEXTS)

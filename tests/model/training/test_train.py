@@ -306,7 +306,7 @@ def test_unusable_configs_are_rejected(change: dict[str, object], message: str) 
 
 
 def test_the_shipped_recipe_is_valid(tmp_path: Path) -> None:
-    path = Path(__file__).parents[3] / "model" / "training" / "configs" / "kvasir.toml"
+    path = Path(__file__).parents[3] / "model" / "training" / "configs" / "kvasir-base.toml"
     recipe = load_train_config(path)
     assert 8e6 < recipe.model.num_parameters < 10e6
     (tmp_path / "a.toml").write_text(path.read_text() + "\n[colour]\nred = 1\n")
