@@ -1,14 +1,17 @@
 """The shipped model: complete files, matching manifest, English text, chat completions, and attributions."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from model.attention.backends import ATTENTION_BACKENDS
 from model.chat.chatml import END
+from model.chat.template_sandbox import compile_template, render
 from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import read_manifest
 from model.evaluation.likelihood import evaluate
@@ -173,3 +176,51 @@ def test_the_default_temperature_is_below_one() -> None:
     assert defaults.temperature is not None
     assert 0 < defaults.temperature < 1
     assert set(load_native(CHECKPOINT).eos_token_ids) >= {load_native(CHECKPOINT).special_tokens[END]}
+
+
+CALCULATOR = {
+    "name": "calculator",
+    "description": "Calculate an expression.",
+    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+}
+
+
+def reply(shipped: Shipped, messages: list[dict[str, Any]], *functions: dict[str, Any]) -> str:
+    """Return the greedy reply to a conversation with tools, without a grammar that would enforce calls."""
+    template = read_template(CHECKPOINT, shipped.tokenizer)
+    tools = [{"type": "function", "function": function} for function in functions] or None
+    variables = template.variables(messages, add_generation_prompt=True, tools=tools)
+    text = render(compile_template(template.source), variables, max_characters=10_000)
+    ids = shipped.tokenizer.encode(text, parse_special=True)
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    said = generate(shipped.model, ids, params, eos_token_ids=shipped.tokenizer.eos_token_ids)
+    return shipped.tokenizer.decode(said).removesuffix(END)
+
+
+@pytest.mark.parametrize(
+    ("question", "expression"), [("What is 12 times 7?", "12 * 7"), ("What is 345 + 82?", "345 + 82")]
+)
+def test_the_model_calls_a_calculator(shipped: Shipped, question: str, expression: str) -> None:
+    called = json.loads(
+        reply(shipped, [{"role": "user", "content": question}], CALCULATOR)
+        .removeprefix("<tool_call>\n")
+        .removesuffix("\n</tool_call>")
+    )
+    assert called == {"name": "calculator", "arguments": {"expression": expression}}
+
+
+def test_the_model_answers_with_the_result_of_a_call(shipped: Shipped) -> None:
+    call = {"function": {"name": "calculator", "arguments": {"expression": "12 * 7"}}}
+    messages = [
+        {"role": "user", "content": "What is 12 times 7?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "84"},
+    ]
+    assert re.search(r"\b84\b", reply(shipped, messages, CALCULATOR))
+
+
+def test_the_model_says_that_it_does_not_know(shipped: Shipped) -> None:
+    for question in ("What is the weather today?", "What time is it?"):
+        assert {"know", "cannot", "sorry"} & set(words(reply(shipped, [{"role": "user", "content": question}]))), (
+            question
+        )
