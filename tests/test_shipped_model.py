@@ -211,7 +211,7 @@ def test_the_model_calls_a_calculator(shipped: Shipped, question: str, expressio
 
 def test_the_model_answers_with_the_result_of_a_call(shipped: Shipped) -> None:
     call = {"function": {"name": "calculator", "arguments": {"expression": "12 * 7"}}}
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "What is 12 times 7?"},
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "content": "84"},
