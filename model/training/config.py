@@ -67,7 +67,8 @@ class TrainConfig:
     chat_steps: number of last steps that train on conversations; if not 0, the tokenizer has ChatML's special tokens.
     dropout: dropout rate on the output of attention and MLP.
     repetition_steps: number of last steps that also train against loops, see `OwnCompletions`; needs mask_documents.
-    start_from: Kvasir checkpoint whose tokenizer and weights the run starts from; None: random weights, new tokenizer.
+    start_from: Kvasir checkpoints. The run starts from the mean of their weights (Wortsman et al. 2022, arXiv
+        2203.05482) and takes their tokenizer. Empty: random weights, new tokenizer.
     """
 
     name: str
@@ -92,7 +93,7 @@ class TrainConfig:
     chat_steps: _Number = 0
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     repetition_steps: _Number = 0
-    start_from: Path | None = None
+    start_from: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         _convert_fields(self)
@@ -188,7 +189,8 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
         if "start_from" in values:
-            values["start_from"] = path.parent / values["start_from"]
+            places = values["start_from"]
+            values["start_from"] = tuple(path.parent / p for p in ([places] if isinstance(places, str) else places))
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(
             f"recipe {path}: extends and start_from must be paths, model a table, and sources a list of tables with a "

@@ -147,8 +147,8 @@ def _tokenizer(
     config: TrainConfig, sources: Sequence[TextSource], directory: Path, report: Callable[[str], None]
 ) -> ByteLevelTokenizer:
     directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / SPEC_FILE).exists() and config.start_from is not None:
-        save_native(load_native(config.start_from), directory)
+    if not (directory / SPEC_FILE).exists() and config.start_from:
+        save_native(load_native(config.start_from[0]), directory)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
         report(f"training a tokenizer of {config.vocab_size:,} tokens")
         texts = (document.text for source in sources if source.config.repeats for document in source.train)

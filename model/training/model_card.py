@@ -101,8 +101,8 @@ def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> dict[str, objec
     epochs = (training["tokens"] - config.chat_steps * config.tokens_per_step) / training["epoch_tokens"]
     hidden = ("name", "description", "model", "sources", "vocab_size", "sample_prompts", "checkpoint_minutes")
     rows = {key: value for key, value in chosen_values(config).items() if key not in hidden}
-    if config.start_from is not None:
-        rows["start_from"] = config.start_from.name
+    if config.start_from:
+        rows["start_from"] = ", ".join(path.name for path in config.start_from)
     rows["tokens"] = f"{training['tokens']:,} ({epochs:.2g} epochs)"
     if training["final_loss_steps"]:  # 0 if the log of the run is missing
         mean = f"mean of the last {training['final_loss_steps']} steps"

@@ -33,6 +33,7 @@ from model.evaluation.likelihood import HeldOut, evaluate
 from model.evaluation.minimal_pairs import shipped_pairs
 from model.evaluation.prompts import DRAWS, PROMPTS, Complete, Prompt, Sampler, complete_one_by_one
 from model.nn.transformer import Block, Transformer
+from model.tokenizer.byte_level import RANKS_FILE
 from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, check_sources, read_corpus
@@ -56,7 +57,7 @@ from model.training.state import (
 _HELD_OUT_TEXTS = 64  # of each source, measured during the run
 _PARTIAL_DIRECTORY = ".partial"  # of an unfinished checkpoint, inside the checkpoint directory
 _SOURCE_FACTS = ("name", "licence", "attribution", "repeats", "chat_repeats")  # in the manifest
-# Facts of the checkpoint of `start_from` that the manifest repeats, as far as its own manifest has them.
+# Facts of the first checkpoint of `start_from` that the manifest repeats, as far as its own manifest has them.
 _START_FACTS = ("steps", "tokens", "seconds", "commit", "held_out_bits_per_byte", "suite", "started_from")
 _SUITE = ("pairs", "cloze", "looping_share", "diversity")  # parts of an evaluation's facts
 SUITE_CONTEXT = 64  # tokens; a sentence of `shipped_pairs` has at most 51 bytes
@@ -168,7 +169,8 @@ class Trainer:
         )
         self.step = 0
         self.seconds = 0.0
-        self.start = None if config.start_from is None else read_manifest(config.start_from)
+        starts = [read_manifest(directory) for directory in config.start_from]
+        self.start = starts[0] if starts else None
         self._corpora = [source.sha256 for source in corpus.sources]
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
@@ -176,8 +178,8 @@ class Trainer:
             if state.step:  # the optimizers have no state before the first step
                 self.optimizers.load_state_tensors(_below("optimizer/", state.tensors))
             self.step, self.seconds = state.step, state.seconds
-        elif self.start is not None:
-            self.model.load_state_dict(_start_weights(self.start, config.model))
+        elif starts:
+            self.model.load_state_dict(_mean_weights(starts, config.model))
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
         self._own = OwnCompletions(self.model, corpus.tokenizer, complete) if config.repetition_steps else None
@@ -286,7 +288,23 @@ class Trainer:
         save_state(self.settings.run_directory, state, self.config, self._corpora)
 
 
-def _start_weights(manifest: Manifest, model: ModelConfig) -> dict[str, Tensor]:
+def _mean_weights(manifests: Sequence[Manifest], model: ModelConfig) -> dict[str, Tensor]:
+    """Return the mean of the checkpoints' weights, where a checkpoint that is named twice counts twice.
+
+    Raises CheckpointError, or ValueError for another architecture or another tokenizer.
+    """
+    tokenizers = [manifest.files.get(RANKS_FILE) for manifest in manifests]
+    for manifest, tokenizer in zip(manifests, tokenizers, strict=True):
+        if tokenizer != tokenizers[0]:
+            raise ValueError(
+                f"start_from {manifest.directory}: its tokenizer is not that of {manifests[0].directory}; only the "
+                "weights of models with one tokenizer can be averaged"
+            )
+    weights = [_weights(manifest, model) for manifest in manifests]
+    return {name: torch.stack([each[name] for each in weights]).mean(dim=0) for name in weights[0]}
+
+
+def _weights(manifest: Manifest, model: ModelConfig) -> dict[str, Tensor]:
     """Return the weights of a Kvasir checkpoint. Raises CheckpointError, or ValueError for another architecture."""
     directory = manifest.directory
     theirs, ours = manifest.config.to_dict(), model.to_dict()
