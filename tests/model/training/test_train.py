@@ -26,7 +26,7 @@ from model.tokenizer.byte_level import load_native
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
-from model.training.state import locked, read_log
+from model.training.state import STATE_FILE, locked, read_log
 from model.training.train import SUITE_CONTEXT, RunSettings, train
 from tests.model.configs import ROTARY
 
@@ -324,7 +324,7 @@ def test_a_run_starts_from_the_weights_and_the_tokenizer_of_a_checkpoint_of_its_
     train(config(), settings(tmp_path, "first"), lambda text: None, complete=no_completions)
     first = tmp_path / "first-checkpoint"
     sources = (dialogues(tmp_path), *config().sources)
-    again = config(start_from=first, sources=sources, steps=4, decay_steps=1, sample_prompts=())
+    again = config(start_from=(first,), sources=sources, steps=4, decay_steps=1, sample_prompts=())
     train(again, settings(tmp_path, "again"), lambda text: None, complete=no_completions)
     losses = {run: [line["loss"] for line in read_log(tmp_path / run / "log.jsonl")] for run in ("first", "again")}
     assert losses["again"][0] < min(losses["first"][:10])
@@ -349,7 +349,7 @@ def test_a_run_starts_from_the_weights_and_the_tokenizer_of_a_checkpoint_of_its_
     assert suite["cloze"]["aesop"]["questions"] > 0
     assert [measured["temperature"] for measured in suite["diversity"]] == list(TEMPERATURES)
     assert "## Suite" in card
-    third = config(start_from=tmp_path / "again-checkpoint", steps=4, decay_steps=1, sources=(other,))
+    third = config(start_from=(tmp_path / "again-checkpoint",), steps=4, decay_steps=1, sources=(other,))
     train(third, settings(tmp_path, "third"), lambda text: None, complete=no_completions)
     started = read_manifest(tmp_path / "third-checkpoint").training["started_from"]
     assert [source["name"] for source in started["sources"]] == ["dialogues", "aesop"]
@@ -358,4 +358,21 @@ def test_a_run_starts_from_the_weights_and_the_tokenizer_of_a_checkpoint_of_its_
     assert started["started_from"]["steps"] == 30
     deeper = ModelConfig.from_dict({**ROTARY, "vocab_size": 320, "num_layers": 3})
     with pytest.raises(ValueError, match=r"its num_layers is \d, the recipe's 3"):
-        train(config(start_from=first, model=deeper), settings(tmp_path, "deeper"), lambda text: None)
+        train(config(start_from=(first,), model=deeper), settings(tmp_path, "deeper"), lambda text: None)
+
+
+def test_a_run_starts_from_the_mean_of_the_weights_of_checkpoints_with_one_tokenizer(tmp_path: Path) -> None:
+    for name, change in (("first", {}), ("second", {"seed": 2}), ("other", {"vocab_size": 300})):
+        model = ModelConfig.from_dict({**ROTARY, "vocab_size": 300}) if name == "other" else config().model
+        run = config(steps=2, decay_steps=1, warmup_steps=0, model=model, **change)
+        train(run, settings(tmp_path, name), lambda text: None, complete=no_completions)
+    first, second, other = (tmp_path / f"{name}-checkpoint" for name in ("first", "second", "other"))
+    weights = [load_file(path / "model.safetensors") for path in (first, second)]
+    mean = config(start_from=(first, second, second))
+    assert not train(mean, settings(tmp_path, "mean"), lambda text: None, should_stop=lambda: True)
+    saved = load_file(tmp_path / "mean" / STATE_FILE)
+    assert len(saved) == len(weights[0])
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(saved[f"model/{name}"], (tensor.float() + 2 * weights[1][name].float()) / 3)
+    with pytest.raises(ValueError, match=r"other-checkpoint: its tokenizer is not that of .*first-checkpoint"):
+        train(config(start_from=(first, other)), settings(tmp_path, "mixed"), lambda text: None)
