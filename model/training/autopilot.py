@@ -373,7 +373,8 @@ def _seconds_per_step(config: TrainConfig, settings: RunSettings) -> float:
     device, model = settings.device, Transformer(config.model, ATTENTION_BACKENDS[settings.attention])
     model.initialize(0)
     model.to(device)
-    optimizer = Optimizers(model, matrix_lr=1e-3, adam_lr=1e-3, weight_decay=0.0)
+    dtype = getattr(torch, settings.precision)
+    optimizer = Optimizers(model, matrix_lr=1e-3, adam_lr=1e-3, weight_decay=0.0, dtype=dtype)
     rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, device)
     tokens = torch.randint(config.vocab_size, (config.tokens_per_step + 1,)).to(device)
     durations: list[float] = []

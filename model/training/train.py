@@ -165,7 +165,11 @@ class Trainer:
             if isinstance(module, Block):
                 module.dropout = config.dropout
         self.optimizers = Optimizers(
-            self.model, matrix_lr=config.matrix_lr, adam_lr=config.adam_lr, weight_decay=config.weight_decay
+            self.model,
+            matrix_lr=config.matrix_lr,
+            adam_lr=config.adam_lr,
+            weight_decay=config.weight_decay,
+            dtype=getattr(torch, settings.precision),
         )
         self.step = 0
         self.seconds = 0.0

@@ -234,7 +234,7 @@ def test_texts_of_tools_stay_text(service: Service) -> None:
     assert counts[0] == counts[1] > 0
 
 
-def test_a_template_without_tools_or_marks_has_limits(unmarked_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_marks_has_limits(unmarked_checkpoint: Path, tmp_path: Path) -> None:
     flags = ("--reasoning-format", "think")
     with serving(unmarked_checkpoint, tmp_path, *flags) as plain:
         fields: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 9}

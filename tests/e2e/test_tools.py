@@ -20,7 +20,7 @@ from tests.service.streams import events, joined
 pytestmark = pytest.mark.slow
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "chat_templates"
-# Chat template by tool format; None: the template of Kvasir's models.
+# Chat template by tool format; None: `PLAIN`, which does not show tools.
 FORMATS = {
     "hermes": "qwen3",
     "mistral_v13": "mistral-v13",
@@ -28,6 +28,11 @@ FORMATS = {
     "pythonic": "llama3.2-pythonic",
     "described": None,
 }
+PLAIN = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ message.content ~ '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 DESCRIBED = {"described": "hermes"}  # the system message describes the tools
 MESSAGES = [{"role": "user", "content": "How is the weather?"}]
 WEATHER: dict[str, Any] = {
@@ -97,9 +102,10 @@ def name(request: pytest.FixtureRequest) -> str:
 def service(
     name: str, marked_checkpoint: Path, unmarked_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Service]:
-    template, directory, flags = FORMATS[name], tmp_path_factory.mktemp("tools"), []
-    if template is not None:
-        flags += ["--chat-template", str(TEMPLATES / f"{template}.jinja")]
+    template, directory = FORMATS[name], tmp_path_factory.mktemp("tools")
+    (directory / "plain.jinja").write_text(PLAIN)
+    path = directory / "plain.jinja" if template is None else TEMPLATES / f"{template}.jinja"
+    flags = ["--chat-template", str(path)]
     if name in DESCRIBED:  # strict tools need the flag
         flags += ["--tool-format", DESCRIBED[name]]
     with serving(unmarked_checkpoint if template is None else marked_checkpoint, directory, *flags) as running:
