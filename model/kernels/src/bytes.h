@@ -108,20 +108,37 @@ inline Bytes add_pairs(Bytes sums, Bytes x, Bytes y) {
 #endif
 }
 
+// Keeps compilers from delaying the addition of x. Without it GCC first computes all products of a group, which do not fit
+// in the 16 registers of AVX2.
+inline Register kept(Register x) {
+#if !defined(__AVX512F__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
 // Adds the products of four codes of each output, from 0 to 15, and four signed inputs, the same for all outputs.
 // Without VNNI, every output has two sums of 16 bits, with room for 32 inputs.
 inline Bytes dot_codes(Bytes sums, Bytes codes, Register inputs) {
 #if defined(__AVX512VNNI__)
     return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, x, inputs); }, sums, codes);
 #else
-    return each([&](Register sum, Register x) { return add_halves(sum, multiply_bytes(x, inputs)); }, sums, codes);
+    return each([&](Register sum, Register x) { return kept(add_halves(sum, multiply_bytes(x, inputs))); }, sums, codes);
 #endif
 }
 
-// As `dot_codes`, for codes from 0 to 63. Without VNNI, too, every output has one sum of 32 bits.
-inline Bytes dot_wide_codes(Bytes sums, Bytes codes, Register inputs) {
-    return HAS_BYTE_DOT ? dot_codes(sums, codes, inputs)
-                        : add_pairs(sums, dot_codes(Bytes(), codes, inputs), repeated(0x00010001));
+// As `dot_codes`, for codes from 0 to 63. Without VNNI, for eight codes, and inputs that are not -128: four products fit in
+// 16 bits. Every output has one sum of 32 bits.
+constexpr int WIDE_FOURS = HAS_BYTE_DOT ? 1 : 2;
+inline Bytes dot_wide_codes(Bytes sums, const Bytes (&codes)[WIDE_FOURS], const Register (&inputs)[WIDE_FOURS]) {
+#if defined(__AVX512VNNI__)
+    return dot_codes(sums, codes[0], inputs[0]);
+#else
+    const auto multiply = [&](Register x, Register next) {
+        return kept(add_halves(multiply_bytes(x, inputs[0]), multiply_bytes(next, inputs[1])));
+    };
+    return add_pairs(sums, each(multiply, codes[0], codes[1]), repeated(0x00010001));
+#endif
 }
 
 // Adds the products of four weights of each output, with 128 added, and four signed inputs, the same for all outputs.
@@ -135,7 +152,7 @@ inline Bytes dot_shifted(Bytes sums, Bytes weights, Register inputs) {
             // Move the sign of the weights to the inputs: pairs of products then fit in 16 bits.
             x = bitwise_xor(x, repeat_word(static_cast<int32_t>(0x80808080)));
             const Register pairs = multiply_bytes(absolute_bytes(x), move_sign(inputs, x));
-            return add_words(sum, multiply_pairs(pairs, repeat_word(0x00010001)));
+            return kept(add_words(sum, multiply_pairs(pairs, repeat_word(0x00010001))));
         },
         sums, weights);
 #endif

@@ -6,13 +6,14 @@
 
 namespace kvasir {
 
-// Each matrix type stores GROUP adjacent inputs of an output and multiplies a group in PARTS passes.
+// Each matrix type stores GROUP adjacent inputs of an output and multiplies a group in PARTS passes. SUMS: most blocks of
+// sums of a tile; with AVX2, widened weights leave registers for five.
 struct Float32 {
     using Weight = float;
     using Input = float;
     using Sums = Lanes;
     using Spread = Lanes;
-    static constexpr int GROUP = 1, PARTS = 1;
+    static constexpr int GROUP = 1, PARTS = 1, SUMS = TILE_SUMS;
     static Sums zero() { return zeros(); }
     static Lanes weights(const Weight* from, int) { return load(from); }
     static Spread spread(const Input* from, int) { return splat(*from); }
@@ -25,7 +26,7 @@ struct Bfloat16 {
     using Input = Bfloat16Input;
     using Sums = Lanes;
     using Spread = __m512bh;
-    static constexpr int GROUP = 2, PARTS = 1;
+    static constexpr int GROUP = 2, PARTS = 1, SUMS = TILE_SUMS;
     static Sums zero() { return zeros(); }
     static __m512bh weights(const Weight* from, int) { return (__m512bh)_mm512_loadu_si512(from); }
     static Spread spread(const Input* from, int) { return (__m512bh)_mm512_set1_epi32(load_word(from)); }
@@ -40,7 +41,7 @@ struct Bfloat16 {
     using Input = Bfloat16Input;
     using Sums = Lanes;
     using Spread = Lanes;
-    static constexpr int GROUP = 2, PARTS = 2;
+    static constexpr int GROUP = 2, PARTS = 2, SUMS = TILE_SUMS == 6 ? 5 : TILE_SUMS;
     static Sums zero() { return zeros(); }
     static Lanes weights(const Weight* from, int part) { return load_of_pairs(from, part == 1); }
     static Spread spread(const Input* from, int part) { return splat(from[part]); }

@@ -19,7 +19,7 @@ struct Grouped {
 #if defined(__AVX512F__)
     static constexpr int ROWS = 6, BLOCKS = 2;  // of a tile: integer and float sums take 24 of 32 registers
 #else
-    static constexpr int ROWS = 3, BLOCKS = 1;
+    static constexpr int ROWS = 4, BLOCKS = 1;
 #endif
 
     // Multiplies NUM_ROWS rows by a strip, without the outputs' scales.

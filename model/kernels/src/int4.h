@@ -23,7 +23,7 @@ struct Int4 {
 #if defined(__AVX512F__)
     static constexpr int ROWS = 6, BLOCKS = 2;  // of a tile: its sums take 24 of 32 registers
 #else
-    static constexpr int ROWS = 3, BLOCKS = 1;
+    static constexpr int ROWS = 4, BLOCKS = 1;
 #endif
 
     // Multiplies NUM_ROWS rows by a strip, without the outputs' scales.

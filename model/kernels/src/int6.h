@@ -28,7 +28,7 @@ struct Int6 {
 #if defined(__AVX512F__)
     static constexpr int ROWS = 6, BLOCKS = 2;  // of a tile: integer and float sums take 24 of 32 registers
 #else
-    static constexpr int ROWS = 3, BLOCKS = 1;
+    static constexpr int ROWS = 4, BLOCKS = 1;
 #endif
 
     // Multiplies NUM_ROWS rows by a strip, without the outputs' scales.
@@ -79,17 +79,21 @@ private:
                     for (int b = 0; b < BLOCKS; ++b) counts[r][b] = repeated(start);
                 }
 #pragma GCC unroll 4
-                for (int four = 0; four < FOURS; ++four) {
-                    Bytes weights[BLOCKS];
-#pragma GCC unroll 2
-                    for (int b = 0; b < BLOCKS; ++b) weights[b] = unpacked(blocks + b * BLOCK, four);
+                for (int four = 0; four < FOURS; four += WIDE_FOURS) {
+                    Bytes weights[BLOCKS][WIDE_FOURS];
+#pragma GCC unroll 4
+                    for (int i = 0; i < BLOCKS * WIDE_FOURS; ++i) {
+                        const int b = i / WIDE_FOURS, next = i % WIDE_FOURS;
+                        weights[b][next] = unpacked(blocks + b * BLOCK, four + next);
+                    }
 #pragma GCC unroll 8
                     for (int r = 0; r < NUM_ROWS; ++r) {
-                        const auto inputs = repeat_word(load_word(x[r * stride].codes + (group * FOURS + four) * 4));
+                        const int8_t* from = x[r * stride].codes + (group * FOURS + four) * 4;
+                        Register inputs[WIDE_FOURS];
 #pragma GCC unroll 2
-                        for (int b = 0; b < BLOCKS; ++b) {
-                            counts[r][b] = dot_wide_codes(counts[r][b], weights[b], inputs);
-                        }
+                        for (int next = 0; next < WIDE_FOURS; ++next) inputs[next] = repeat_word(load_word(from + next * 4));
+#pragma GCC unroll 2
+                        for (int b = 0; b < BLOCKS; ++b) counts[r][b] = dot_wide_codes(counts[r][b], weights[b], inputs);
                     }
                 }
 #pragma GCC unroll 2

@@ -15,7 +15,7 @@ struct Int8 {
     using Input = uint8_t;
     using Sums = Bytes;
     using Spread = Register;
-    static constexpr int GROUP = 4, PARTS = 1;
+    static constexpr int GROUP = 4, PARTS = 1, SUMS = TILE_SUMS;
     static Sums zero() { return Sums(); }
     static Bytes weights(const Weight* from, int) { return load_bytes(from); }
     static Spread spread(const Input* from, int) { return repeat_word(load_word(from)); }
@@ -70,45 +70,58 @@ inline void emit_tile(const typename Kind::Sums (&sums)[ROWS][TILE_BLOCKS], cons
     }
 }
 
-// Multiplies ROWS rows of inputs with TILE_BLOCKS blocks of outputs.
+// Multiplies ROWS rows of inputs with TILE_BLOCKS blocks of outputs: at once, or in passes of one block if registers for all
+// sums are missing.
 template <typename Kind, int ROWS>
 inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, const typename Kind::Input* x,
                  int64_t stride, const float* scales, int64_t row, int64_t output, Prefetch prefetch, Emit emit,
                  const void* work) {
+    constexpr int BLOCKS = ROWS * TILE_BLOCKS <= Kind::SUMS ? TILE_BLOCKS : 1;
     constexpr int64_t BLOCK = LANES * Kind::GROUP, STEP = PANEL * Kind::GROUP;
     const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
     x += row * stride;
     typename Kind::Sums sums[ROWS][TILE_BLOCKS];
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 4
-        for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Kind::zero();
-    }
-    for (int64_t group = 0; group < groups; ++group) {
-        const int64_t at = group * STEP;
-        // Prefetch into L2, which allows more outstanding reads than L1.
-        if (prefetch.lines > 0) {
-            const char* from = prefetch.from + group * PANEL_STEP;
-            for (int line = 0; line < prefetch.lines; ++line) __builtin_prefetch(from + line * 64, 0, 2);
-        } else {
-            const int64_t ahead = (group + FETCH_AHEAD) * PANEL_STEP;
-            const char* from = group + FETCH_AHEAD < groups ? reinterpret_cast<const char*>(weight) + ahead
-                                                            : prefetch.from + ahead - groups * PANEL_STEP;
-            for (int b = 0; b < TILE_BLOCKS; ++b) __builtin_prefetch(from + b * 64, 0, 2);
-        }
 #pragma GCC unroll 2
-        for (int part = 0; part < Kind::PARTS; ++part) {
-            decltype(Kind::weights(weight, part)) weights[TILE_BLOCKS];
-#pragma GCC unroll 4
-            for (int b = 0; b < TILE_BLOCKS; ++b) {
-                weights[b] = Kind::weights(weight + at + b * BLOCK, part);
-            }
+    for (int pass = 0; pass < TILE_BLOCKS; pass += BLOCKS) {
+        typename Kind::Sums part_sums[ROWS][BLOCKS];
 #pragma GCC unroll 8
-            for (int r = 0; r < ROWS; ++r) {
-                const auto inputs = Kind::spread(x + r * stride + group * Kind::GROUP, part);
+        for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 4
-                for (int b = 0; b < TILE_BLOCKS; ++b) sums[r][b] = Kind::step(sums[r][b], weights[b], inputs);
+            for (int b = 0; b < BLOCKS; ++b) part_sums[r][b] = Kind::zero();
+        }
+        for (int64_t group = 0; group < groups; ++group) {
+            const int64_t at = group * STEP;
+            // Prefetch into L2, which allows more outstanding reads than L1.
+            if (pass > 0) {
+                // The first pass has prefetched.
+            } else if (prefetch.lines > 0) {
+                const char* from = prefetch.from + group * PANEL_STEP;
+                for (int line = 0; line < prefetch.lines; ++line) __builtin_prefetch(from + line * 64, 0, 2);
+            } else {
+                const int64_t ahead = (group + FETCH_AHEAD) * PANEL_STEP;
+                const char* from = group + FETCH_AHEAD < groups ? reinterpret_cast<const char*>(weight) + ahead
+                                                                : prefetch.from + ahead - groups * PANEL_STEP;
+                for (int b = 0; b < TILE_BLOCKS; ++b) __builtin_prefetch(from + b * 64, 0, 2);
             }
+#pragma GCC unroll 2
+            for (int part = 0; part < Kind::PARTS; ++part) {
+                decltype(Kind::weights(weight, part)) weights[BLOCKS];
+#pragma GCC unroll 4
+                for (int b = 0; b < BLOCKS; ++b) weights[b] = Kind::weights(weight + at + (pass + b) * BLOCK, part);
+#pragma GCC unroll 8
+                for (int r = 0; r < ROWS; ++r) {
+                    const auto inputs = Kind::spread(x + r * stride + group * Kind::GROUP, part);
+#pragma GCC unroll 4
+                    for (int b = 0; b < BLOCKS; ++b) {
+                        part_sums[r][b] = Kind::step(part_sums[r][b], weights[b], inputs);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 4
+            for (int b = 0; b < BLOCKS; ++b) sums[r][pass + b] = part_sums[r][b];
         }
     }
     emit_tile<Kind, ROWS>(sums, matrix, scales, row, output, emit, work);
@@ -118,16 +131,17 @@ template <typename Kind>
 void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const float* scales, int64_t rows,
                  int64_t threads, Emit emit, const void* work) {
     constexpr int64_t OUTPUTS = TILE_BLOCKS * LANES;
+    constexpr int ROWS = std::min(TILE_ROWS, Kind::SUMS);
     const int64_t parts = (rows + TASK_ROWS - 1) / TASK_ROWS, panels = matrix.outputs / PANEL;
     const int64_t panel_bytes = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP * PANEL_STEP;
-    const int64_t run = rows > TILE_ROWS ? 1 : panels_in_sequence(panels, panel_bytes, threads);
+    const int64_t run = rows > ROWS ? 1 : panels_in_sequence(panels, panel_bytes, threads);
     const auto* inputs = static_cast<const typename Kind::Input*>(x);
     parallel_for((panels + run - 1) / run * parts, threads, [&](int64_t task, int) {
         const int64_t first_output = task / parts * run * PANEL, first = task % parts * TASK_ROWS;
         const int64_t end_output = std::min(first_output + run * PANEL, matrix.outputs);
         const int64_t end = first + TASK_ROWS < rows ? first + TASK_ROWS : rows;
         // The first tile waits for its weights. The other tiles share the prefetching of the next weights.
-        const auto others = static_cast<int>((end - first + TILE_ROWS - 1) / TILE_ROWS - 1);
+        const auto others = static_cast<int>((end - first + ROWS - 1) / ROWS - 1);
         const int share = others > 0 ? (TILE_BLOCKS + others - 1) / others : 0;
         for (int64_t output = first_output; output < end_output; output += OUTPUTS) {
             const int64_t next_output = output + OUTPUTS;
@@ -139,8 +153,10 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
                 fetched += share;
                 return line < 0 ? Prefetch{next, 0} : Prefetch{next + line * 64, share};
             };
-            for (int64_t row = first; row < end; row += TILE_ROWS) {
-                with_rows<TILE_ROWS>(static_cast<int>(end - row), [&](auto count) {
+            // Tiles of about the same size: a tile of one row takes as long as one of two.
+            for (int64_t tile_index = 0, row = first, size; tile_index <= others; ++tile_index, row += size) {
+                size = (end - row) / (others + 1 - tile_index);
+                with_rows<ROWS>(static_cast<int>(size), [&](auto count) {
                     tile<Kind, decltype(count)::value>(weights_of<Kind>(matrix, output), matrix, inputs, stride, scales,
                                                        row, output, next_prefetch(), emit, work);
                 });
