@@ -355,14 +355,17 @@ void multiply_values(const typename Arithmetic<T>::Term* weights, const T* value
         multiply_value_columns<M, N>(weights, values, at, num_tokens, size, offset, sums, factors, prefetcher);
         offset += N * LANES;
     };
-    constexpr int MOST = M > ROWS ? 2 : COLUMNS;  // more sums than registers would be spilled for each token
+    // More sums than registers would be spilled for each token.
+    constexpr int MOST = M > ROWS ? COLUMNS / 2 : COLUMNS;
     if constexpr (COLUMNS == 4 && M <= 4) {  // heads of 80 and 96
         if (size == 5 * LANES) multiply_columns(std::integral_constant<int, 5>{});
         if (size == 6 * LANES) multiply_columns(std::integral_constant<int, 6>{});
     }
     while (size - offset >= MOST * LANES) multiply_columns(std::integral_constant<int, MOST>{});
-    while (size - offset >= 2 * LANES) multiply_columns(std::integral_constant<int, 2>{});
-    if (offset < size) multiply_columns(std::integral_constant<int, 1>{});
+    if constexpr (MOST > 1) {
+        while (size - offset >= 2 * LANES) multiply_columns(std::integral_constant<int, 2>{});
+    }
+    while (offset < size) multiply_columns(std::integral_constant<int, 1>{});
 }
 
 inline float exp2(float x) {
