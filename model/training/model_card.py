@@ -55,7 +55,7 @@ def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any
         *_data(config, training),
         "## Recipe",
         _table(_VALUES, _recipe(config, training).items()),
-        *_start(training),
+        *_start(config, training),
         f"![loss curve]({LOSS_CURVE_FILE})",
         *_held_out(evaluation.held_out, training),
         *_suite(training),
@@ -119,7 +119,7 @@ def _starts(training: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         start = start.get("started_from")
 
 
-def _start(training: Mapping[str, Any]) -> Iterator[str]:
+def _start(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
     """Yield the earlier runs that the weights come from, and the tokens of all runs."""
     starts = list(_starts(training))
     if starts:
@@ -131,8 +131,9 @@ def _start(training: Mapping[str, Any]) -> Iterator[str]:
                 *([f"commit `{start['commit'][:12]}`"] if "commit" in start else []),
             ]
             run = f"a run of {start['steps']:,} steps" if "steps" in start else f"a checkpoint named {start['name']}"
-            began = "That one started" if number else "Starts"
-            sentences.append(f"{began} from the weights of {run}" + (f" ({', '.join(figures)})." if figures else "."))
+            mean = "a mean of weights, first those" if len(config.start_from) > 1 else "the weights"
+            began = "That one started from the weights" if number else f"Starts from {mean}"
+            sentences.append(f"{began} of {run}" + (f" ({', '.join(figures)})." if figures else "."))
         if all("tokens" in start for start in starts):
             tokens = training["tokens"] + sum(start["tokens"] for start in starts)
             sentences.append(f"{_millions(tokens)} tokens in all.")

@@ -131,6 +131,11 @@ def test_the_card_names_the_runs_that_the_weights_come_from_and_their_sources(tm
     assert "No training document of this run equals" in text
     unknown = " ".join(card(tmp_path, {"started_from": {"name": "theirs", "sources": []}}).split())
     assert "Starts from the weights of a checkpoint named theirs. ![loss" in unknown
+    mean = config(start_from=(Path("second"), Path("first")))
+    write_model_card(tmp_path / "mean.md", mean, TRAINING | {"started_from": started}, Evaluation())
+    text = " ".join((tmp_path / "mean.md").read_text().split())
+    assert "| start_from | second, first |" in text
+    assert "Starts from a mean of weights, first those of a run of 4,400 steps (36.0" in text
     assert "weights of" not in card(tmp_path)
 
 
