@@ -75,19 +75,17 @@ def test_the_checkpoint_is_complete_and_matches_the_recipe() -> None:
 
 
 def test_the_manifest_and_the_card_name_the_run_that_the_weights_come_from() -> None:
-    training = read_manifest(CHECKPOINT).training
-    tokens, started, card = training["tokens"], training, " ".join(CARD.split())
-    for recipe in ("kvasir-second", "kvasir-base"):
-        started, earlier = started["started_from"], load_train_config(CONFIGS / f"{recipe}.toml")
-        assert (started["name"], started["steps"], started["tokens"]) == (
-            earlier.name,
-            earlier.steps,
-            earlier.steps * earlier.tokens_per_step,
-        )
-        assert f"a run of {started['steps']:,} steps ({started['tokens'] / 1e6:.1f} million tokens" in card
-        assert f"commit `{started['commit'][:12]}`). " in card
-        tokens += started["tokens"]
-    assert f"{tokens / 1e6:.1f} million tokens in all." in card
+    training, first = read_manifest(CHECKPOINT).training, load_train_config(CONFIGS / "kvasir-base.toml")
+    started = training["started_from"]
+    assert (started["name"], started["steps"], started["tokens"]) == (
+        first.name,
+        first.steps,
+        first.steps * first.tokens_per_step,
+    )
+    card = " ".join(CARD.split())
+    assert f"a run of {started['steps']:,} steps ({started['tokens'] / 1e6:.1f} million tokens" in card
+    assert f"commit `{started['commit'][:12]}`). " in card
+    assert f"{(started['tokens'] + training['tokens']) / 1e6:.1f} million tokens in all." in card
 
 
 def test_the_checkpoint_files_are_below_the_size_limits() -> None:
