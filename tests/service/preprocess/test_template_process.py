@@ -1,9 +1,9 @@
 """A template that exceeds a limit fails with one line, and the process then renders the next conversation."""
 
-import contextlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -27,14 +27,14 @@ def _no_process_is_left() -> Iterator[None]:
 def renderers() -> set[int]:
     found = set()
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # another test's server has ended
+        with suppress(psutil.NoSuchProcess):  # another test's server has ended
             if "template_process" in " ".join(child.cmdline()):
                 found.add(child.pid)
     return found
 
 
 def test_one_process_renders_successive_conversations() -> None:
-    with contextlib.closing(TemplateProcess("{{ messages[0].content | upper }}{{ eos_token }}")) as process:
+    with closing(TemplateProcess("{{ messages[0].content | upper }}{{ eos_token }}")) as process:
         for content in ("a", "é 😀\n\u2028", "\ud800", "x" * 1_000_000):
             text = process.render({"messages": [{"content": content}], "eos_token": "."})
             assert text == content.upper() + "."
@@ -57,7 +57,7 @@ def test_one_process_renders_successive_conversations() -> None:
 )
 def test_a_template_over_a_limit_fails_with_one_line(bomb: str) -> None:
     source = "{% if messages[0].content == 'boom' %}" + bomb + "{% endif %}ok"
-    with contextlib.closing(TemplateProcess(source, SMALL, max_characters=100_000)) as process:
+    with closing(TemplateProcess(source, SMALL, max_characters=100_000)) as process:
         with pytest.raises(TemplateFailure) as caught:
             process.render({"messages": [{"content": "boom"}]})
         assert "\n" not in str(caught.value)
@@ -68,14 +68,14 @@ def test_a_template_over_a_limit_fails_with_one_line(bomb: str) -> None:
 
 def test_a_template_that_compiles_too_long_fails() -> None:
     with (
-        contextlib.closing(TemplateProcess("{{ 9 ** (9 ** 9) }}", SMALL)) as process,
+        closing(TemplateProcess("{{ 9 ** (9 ** 9) }}", SMALL)) as process,
         pytest.raises(TemplateFailure, match="CPU time"),
     ):
         process.render(None)
 
 
 def test_raise_exception_of_a_template_keeps_the_process() -> None:
-    with contextlib.closing(
+    with closing(
         TemplateProcess("{% if not messages %}{{ raise_exception('say something') }}{% endif %}ok")
     ) as process:
         process.render(None)
@@ -89,14 +89,14 @@ def test_raise_exception_of_a_template_keeps_the_process() -> None:
 
 def test_a_syntax_error_is_reported_when_the_template_is_checked() -> None:
     with (
-        contextlib.closing(TemplateProcess("{% if %}")) as process,
+        closing(TemplateProcess("{% if %}")) as process,
         pytest.raises(TemplateFailure, match="line 1: Expected an expression"),
     ):
         process.render(None)
 
 
 def test_a_process_that_was_killed_is_replaced() -> None:
-    with contextlib.closing(TemplateProcess(CHATML)) as process:
+    with closing(TemplateProcess(CHATML)) as process:
         messages = [{"role": "user", "content": "hi"}]
         text = process.render({"messages": messages})
         (pid,) = renderers()
@@ -109,7 +109,7 @@ def test_a_template_cannot_read_files_beside_it(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("secret")
     with (
-        contextlib.closing(TemplateProcess(f"{{% include '{secret}' %}}")) as process,
+        closing(TemplateProcess(f"{{% include '{secret}' %}}")) as process,
         pytest.raises(TemplateFailure, match="no loader"),
     ):
         process.render({})
