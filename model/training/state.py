@@ -100,7 +100,8 @@ def config_facts(config: TrainConfig, corpora: list[str]) -> dict[str, Any]:
     values["sources"] = [[s.name, s.path.name, s.repeats, s.held_out, s.held_out_ids] for s, _ in texts]
     values["corpora"] = [corpus for _, corpus in texts]
     values["chat_sources"] = [[s.name, s.chat_repeats, corpus] for s, corpus in hashed if s.chat_repeats]
-    values["start_from"] = [path.name for path in config.start_from]
+    names = [path.name for path in config.start_from]
+    values["start_from"] = names if len(names) > 1 else "".join(names) or None  # as in saves made before lists
     facts: dict[str, Any] = json.loads(json.dumps(values))
     return facts
 

@@ -26,7 +26,7 @@ from model.tokenizer.byte_level import load_native
 from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, TrainConfig, load_train_config
 from model.training.optimizer import rate_factor
-from model.training.state import STATE_FILE, locked, read_log
+from model.training.state import STATE_FILE, config_facts, locked, read_log
 from model.training.train import SUITE_CONTEXT, RunSettings, train
 from tests.model.configs import ROTARY
 
@@ -368,6 +368,8 @@ def test_a_run_starts_from_the_mean_of_the_weights_of_checkpoints_with_one_token
         train(run, settings(tmp_path, name), lambda text: None, complete=no_completions)
     first, second, other = (tmp_path / f"{name}-checkpoint" for name in ("first", "second", "other"))
     weights = [load_file(path / "model.safetensors") for path in (first, second)]
+    facts = [config_facts(config(start_from=starts), [""])["start_from"] for starts in ((), (first,), (first, second))]
+    assert facts == [None, "first-checkpoint", ["first-checkpoint", "second-checkpoint"]], "saves of old runs resume"
     mean = config(start_from=(first, second, second))
     assert not train(mean, settings(tmp_path, "mean"), lambda text: None, should_stop=lambda: True)
     saved = load_file(tmp_path / "mean" / STATE_FILE)
