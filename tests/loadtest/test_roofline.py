@@ -24,7 +24,13 @@ def test_a_probe_measures_both_limits(weight_type: str) -> None:
     assert machine.flops_per_second > 0
 
 
-def test_the_peak_is_measured_in_the_requested_type(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("weight_type", "dtypes"),
+    [("float32", {torch.float32}), ("float64", {torch.float64}), ("bfloat16", {torch.bfloat16, torch.float32})],
+)
+def test_the_peak_is_measured_in_the_requested_type_and_for_16_bits_also_in_float32(
+    monkeypatch: pytest.MonkeyPatch, weight_type: str, dtypes: set[torch.dtype]
+) -> None:
     seen: list[torch.dtype] = []
     linear = torch.nn.functional.linear
 
@@ -33,8 +39,8 @@ def test_the_peak_is_measured_in_the_requested_type(monkeypatch: pytest.MonkeyPa
         return linear(x_MK, weight_NK)
 
     monkeypatch.setattr(torch.nn.functional, "linear", spy)
-    Roofline("bfloat16", "cpu").probe()
-    assert set(seen) == {torch.bfloat16}
+    Roofline(weight_type, "cpu").probe()
+    assert set(seen) == dtypes
 
 
 # Two layers of 32, 4 query and 2 key/value heads of 8, MLP 64, and a vocabulary of 100 that is tied.
