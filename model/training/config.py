@@ -64,9 +64,12 @@ class TrainConfig:
     description: sentences about the model, for its model card.
     mask_documents: pack whole documents side by side, with attention within each document. If false, sequences are cut
         from a stream of documents, and attention spans all documents of a sequence.
-    chat_steps: number of last steps that train on conversations; if not 0, the tokenizer has ChatML's special tokens.
+    chat_steps: number of last steps that train on conversations, may be all steps; if not 0, the tokenizer has ChatML's
+        special tokens.
     dropout: dropout rate on the output of attention and MLP.
     repetition_steps: number of last steps that also train against loops, see `OwnCompletions`; needs mask_documents.
+    average_steps: the checkpoint has the mean of the weights after each of the last so many steps (Kaddour 2022, arXiv
+        2209.14981); 0: the weights after the last step.
     start_from: Kvasir checkpoints. The run starts from the mean of their weights (Wortsman et al. 2022, arXiv
         2203.05482) and takes their tokenizer. Empty: random weights, new tokenizer.
     """
@@ -93,6 +96,7 @@ class TrainConfig:
     chat_steps: _Number = 0
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     repetition_steps: _Number = 0
+    average_steps: _Number = 0
     start_from: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
@@ -111,7 +115,8 @@ class TrainConfig:
             "warmup_steps and decay_steps must fit into steps: their sum must be at most steps": (
                 self.warmup_steps + self.decay_steps <= self.steps
             ),
-            "chat_steps must be less than steps": self.chat_steps < self.steps,
+            "chat_steps and average_steps must be at most steps": max(self.chat_steps, self.average_steps)
+            <= self.steps,
             "mask_documents does not support a sliding_window, attention = 'average', a score_soft_cap or positions "
             "that change attention scores: set mask_documents = false": has_only_plain_attention
             or not self.mask_documents,

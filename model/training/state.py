@@ -21,9 +21,9 @@ from model.training.config import TrainConfig
 STATE_FILE, LOG_FILE = "state.safetensors", "log.jsonl"
 # Files of a run directory, besides the tokenizer's.
 RUN_FILES = (STATE_FILE, "state.partial", LOG_FILE, "log.partial", "lock")
-_LENGTHS = ("steps", "decay_steps", "chat_steps")
-# Values that the saved steps do not depend on. The lengths may change until the learning rate decays or
-# the chat steps begin, by the saved or the new config.
+_LENGTHS = ("steps", "decay_steps", "chat_steps", "average_steps")
+# Values that the saved steps do not depend on. The lengths may change until the learning rate decays, or the chat steps
+# or the mean of the weights begin, by the saved or the new config.
 _CHANGEABLE = ("checkpoint_minutes", "evaluate_every", "sample_prompts", "description", "repetition_steps", *_LENGTHS)
 _LINE_SECONDS = 10.0  # between two progress lines
 _SMOOTHING = 20  # steps over which the training loss of a progress line is smoothed
@@ -73,7 +73,8 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise ValueError(f"{path}: damaged save ({error}); delete it to start the run over") from error
     current = config_facts(config, corpora)
-    plateau_end = min(facts["steps"] - max(facts["decay_steps"], facts["chat_steps"]) for facts in (saved, current))
+    saved.setdefault("average_steps", 0)  # a save made before this key
+    plateau_end = min(facts["steps"] - max(facts[name] for name in _LENGTHS[1:]) for facts in (saved, current))
     changeable = (*_CHANGEABLE, "chat_sources") if step <= plateau_end else _CHANGEABLE
     if changed := [key for key in current if key not in changeable and saved.get(key) != current[key]]:
         raise ValueError(
@@ -82,8 +83,9 @@ def load_state(directory: Path, config: TrainConfig, corpora: list[str]) -> RunS
         )
     if step > plateau_end and any(saved[key] != current[key] for key in _LENGTHS):
         raise ValueError(
-            f"{path}: steps, decay_steps or chat_steps changed, but by the saved step {step} the learning rate decays "
-            "or the chat steps have begun; restore the saved values, or use another --run-directory"
+            f"{path}: {' or '.join(_LENGTHS)} changed, but by the saved step {step} the learning rate "
+            "decays, or the chat steps or the mean of the weights have begun; restore the saved values, or use another "
+            "--run-directory"
         )
     return RunState(step=step, seconds=seconds, tensors=tensors)
 

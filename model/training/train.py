@@ -173,12 +173,14 @@ class Trainer:
         )
         self.step = 0
         self.seconds = 0.0
+        self._mean: dict[str, Tensor] = {}  # of the weights, since the first of `average_steps`
         starts = [read_manifest(directory) for directory in config.start_from]
         self.start = starts[0] if starts else None
         self._corpora = [source.sha256 for source in corpus.sources]
         state = load_state(settings.run_directory, config, self._corpora)
         if state is not None:
             self.model.load_state_dict(_below("model/", state.tensors))
+            self._mean = _below("mean/", state.tensors)
             if state.step:  # the optimizers have no state before the first step
                 self.optimizers.load_state_tensors(_below("optimizer/", state.tensors))
             self.step, self.seconds = state.step, state.seconds
@@ -263,7 +265,14 @@ class Trainer:
                 f"{self.step}; lower matrix_lr and adam_lr in the recipe"
             )
         self.step += 1
+        if (count := self.step - (self.config.steps - self.config.average_steps)) > 0:
+            for name, tensor in self.model.state_dict().items():
+                self._mean.setdefault(name, torch.zeros_like(tensor)).lerp_(tensor, 1 / count)
         return value
+
+    def final_weights(self) -> dict[str, Tensor]:
+        """Return the weights of the checkpoint: those after the last step, or their mean over `average_steps`."""
+        return self.model.state_dict() | self._mean
 
     def _train_against_loops(self, batch: Batch | None) -> None:
         """Add the gradients of the unlikelihood of repeated tokens, if there are any."""
@@ -288,6 +297,7 @@ class Trainer:
     def save(self) -> None:
         tensors = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
         tensors |= {f"optimizer/{name}": tensor for name, tensor in self.optimizers.state_tensors().items()}
+        tensors |= {f"mean/{name}": tensor for name, tensor in self._mean.items()}
         state = RunState(step=self.step, seconds=self.seconds, tensors=tensors)
         save_state(self.settings.run_directory, state, self.config, self._corpora)
 
@@ -333,7 +343,7 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     save_checkpoint(
         partial,
         config=config.model,
-        tensors=trainer.model.state_dict(),
+        tensors=trainer.final_weights(),
         tokenizer=corpus.tokenizer,
         name=config.name,
         training=training,

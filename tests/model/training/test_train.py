@@ -138,6 +138,22 @@ def test_a_run_with_a_chat_phase_resumes_exactly(tmp_path: Path, stop: int) -> N
     assert "suite" not in read_manifest(tmp_path / "whole-checkpoint").training, "the context is too short"
 
 
+def test_the_checkpoint_has_the_mean_of_the_weights_of_the_last_steps(tmp_path: Path) -> None:
+    averaged = config(average_steps=3)
+    weights = []
+    for step in (28, 29, 30):
+        train(averaged, settings(tmp_path, stop_after=step), lambda text: None, complete=no_completions)
+        saved = load_file(tmp_path / "run" / STATE_FILE).items()
+        weights.append({name.removeprefix("model/"): tensor for name, tensor in saved if name.startswith("model/")})
+    written = load_file(tmp_path / "run-checkpoint" / "model.safetensors")
+    for name, tensor in written.items():
+        mean = torch.stack([each[name] for each in weights]).mean(dim=0)
+        torch.testing.assert_close(tensor, mean.to(tensor.dtype))
+    assert any(not torch.equal(tensor, weights[-1][name].to(tensor.dtype)) for name, tensor in written.items())
+    with pytest.raises(ValueError, match="the mean of the weights have begun"):
+        train(config(average_steps=4), settings(tmp_path), lambda text: None)
+
+
 def test_the_sentences_of_the_suite_fit_the_context_that_it_needs() -> None:
     """A token has at least one byte, and the begin-of-text token comes first."""
     assert max(len(text.encode()) + 1 for pair in shipped_pairs() for text in (pair.good, pair.bad)) <= SUITE_CONTEXT
@@ -289,6 +305,7 @@ def test_the_learning_rate_rises_stays_and_falls_to_zero() -> None:
     [
         ({"steps": 0}, "steps: Expected `int` >= 1"),
         ({"decay_steps": 29}, "must fit into steps"),
+        ({"average_steps": 31}, "chat_steps and average_steps must be at most steps"),
         ({"sequence_length": 65}, "at most the model's max_context_length"),
         ({"sources": ()}, "no source is trained on"),
         ({"steps": 20.5}, "steps: Expected `int`"),
