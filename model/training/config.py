@@ -121,7 +121,9 @@ class TrainConfig:
             "that change attention scores: set mask_documents = false": has_only_plain_attention
             or not self.mask_documents,
             "repetition_steps needs mask_documents = true": self.mask_documents or not self.repetition_steps,
-            "no source is trained on: set repeats > 0 for at least one source": any(s.repeats for s in self.sources),
+            "no source is trained on: set repeats > 0 for at least one source": (
+                self.is_all_chat or any(source.repeats for source in self.sources)
+            ),
             "chat_steps needs a chat source: set chat_repeats > 0 for at least one source": (
                 not self.chat_steps or any(source.chat_repeats for source in self.sources)
             ),
@@ -137,6 +139,11 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         """Number of token positions of one optimizer step."""
         return self.batch_size * self.sequence_length
+
+    @property
+    def is_all_chat(self) -> bool:
+        """Whether every step trains on the chat sources: there is no pretraining phase."""
+        return self.chat_steps == self.steps
 
     @property
     def chat_start(self) -> int:

@@ -88,6 +88,11 @@ class Corpus:
         """Batches of the chat phase: conversations, and the plain text of documents without turns."""
         return self.batches([self._tokenized(s, s.config.chat_repeats, chat=True) for s in self.sources], _CHAT)
 
+    @property
+    def first_phase(self) -> Batches:
+        """Batches that the run begins with: those of the pretraining phase, if it has one."""
+        return self.chat if self.config.is_all_chat else self.pretraining
+
     def _tokenized(self, source: TextSource, repeats: float, *, chat: bool = False) -> TokenizedSource:
         bos = self.tokenizer.bos_token_id
         assert bos is not None  # `train_bpe` always sets it
@@ -137,8 +142,8 @@ def read_corpus(config: TrainConfig, directory: Path, report: Callable[[str], No
         if config.chat_steps and source.config.chat_repeats and not any(d.turns != () for d in source.train):
             raise ValueError(f"{source.config.path}: no conversation has an answer; set chat_repeats = 0")
     corpus = Corpus(config=config, sources=sources, tokenizer=_tokenizer(config, sources, directory, report))
-    total = corpus.pretraining.mixture.epoch_length
-    epochs = config.chat_start * config.tokens_per_step / total
+    total = corpus.first_phase.mixture.epoch_length
+    epochs = (config.chat_start or config.steps) * config.tokens_per_step / total
     report(f"{total:,} tokens per epoch, {epochs:.1f} epochs; model of {config.model.num_parameters:,} parameters")
     return corpus
 
@@ -151,7 +156,8 @@ def _tokenizer(
         save_native(load_native(config.start_from[0]), directory)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
         report(f"training a tokenizer of {config.vocab_size:,} tokens")
-        texts = (document.text for source in sources if source.config.repeats for document in source.train)
+        used = (s for s in sources if (s.config.chat_repeats if config.is_all_chat else s.config.repeats))
+        texts = (document.text for source in used for document in source.train)
         save_native(train_bpe(texts, config.vocab_size, chat=config.chat_steps > 0), directory)
     tokenizer = load_native(directory)
     size = tokenizer.vocab_size

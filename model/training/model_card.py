@@ -98,7 +98,8 @@ def _data(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
 
 def _recipe(config: TrainConfig, training: Mapping[str, Any]) -> dict[str, object]:
     """Return the card's recipe table: values that differ from their defaults, and measurements of the run."""
-    epochs = (training["tokens"] - config.chat_steps * config.tokens_per_step) / training["epoch_tokens"]
+    chat_tokens = 0 if config.is_all_chat else config.chat_steps * config.tokens_per_step
+    epochs = (training["tokens"] - chat_tokens) / training["epoch_tokens"]
     hidden = ("name", "description", "model", "sources", "vocab_size", "sample_prompts", "checkpoint_minutes")
     rows = {key: value for key, value in chosen_values(config).items() if key not in hidden}
     if config.start_from:

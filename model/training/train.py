@@ -426,7 +426,7 @@ def _facts(trainer: Trainer, log: list[dict[str, float]]) -> dict[str, Any]:
         "steps": config.steps,
         "chat_steps": config.chat_steps,
         "tokens": config.steps * config.tokens_per_step,
-        "epoch_tokens": trainer.corpus.pretraining.mixture.epoch_length,
+        "epoch_tokens": trainer.corpus.first_phase.mixture.epoch_length,
         "seconds": round(trainer.seconds, 1),
         "precision": trainer.settings.precision,
         "hardware": _hardware(trainer.settings.device),
