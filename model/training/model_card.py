@@ -41,7 +41,7 @@ def draw_loss_curve(path: Path, log: list[dict[str, float]], tokens_per_step: in
 
 
 def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any], evaluation: Evaluation) -> None:
-    """Write the model card in Markdown. Sections without data (held-out texts, samples) are left out."""
+    """Write the model card in Markdown. What has no data (loss curve, held-out texts, samples) is left out."""
     introduction = (
         f"A decoder-only transformer of {config.model.num_parameters:,} parameters, trained from scratch by "
         f"`kvasir train` in this repository. {config.description}"
@@ -56,7 +56,7 @@ def write_model_card(path: Path, config: TrainConfig, training: Mapping[str, Any
         "## Recipe",
         _table(_VALUES, _recipe(config, training).items()),
         *_start(config, training),
-        f"![loss curve]({LOSS_CURVE_FILE})",
+        *([f"![loss curve]({LOSS_CURVE_FILE})"] if (path.parent / LOSS_CURVE_FILE).exists() else []),
         *_held_out(evaluation.held_out, training),
         *_suite(training),
         *_diversity(evaluation.diversity),

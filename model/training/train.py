@@ -373,7 +373,8 @@ def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None])
     if has_suite:
         training["suite"] = suite_facts(evaluation)
     write_manifest(partial, name=config.name, training=training)
-    draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
+    if len(log) > 1:
+        draw_loss_curve(partial / LOSS_CURVE_FILE, log, config.tokens_per_step)
     for sample in evaluation.samples[:_SHOWN_SAMPLES]:
         report(f"\n{sample.prompt}{sample.completion}")
     write_model_card(partial / "MODEL_CARD.md", config, training, evaluation)

@@ -154,6 +154,31 @@ def test_the_checkpoint_has_the_mean_of_the_weights_of_the_last_steps(tmp_path: 
         train(config(average_steps=4), settings(tmp_path), lambda text: None)
 
 
+def test_a_run_may_consist_of_conversations_and_resumes_within_its_mean(tmp_path: Path) -> None:
+    talks = config(
+        mask_documents=True,
+        steps=6,
+        chat_steps=6,
+        warmup_steps=1,
+        decay_steps=0,
+        average_steps=4,
+        sources=(dialogues(tmp_path),),
+        vocab_size=322,
+        model=ModelConfig.from_dict({**ROTARY, "vocab_size": 322}),
+    )
+    said: list[str] = []
+    assert not train(talks, settings(tmp_path, "parts", stop_after=4), said.append)
+    for run in ("parts", "whole"):
+        assert train(talks, settings(tmp_path, run), said.append, complete=no_completions)
+    parts, whole = (load_file(tmp_path / f"{run}-checkpoint/model.safetensors") for run in ("parts", "whole"))
+    assert all(torch.equal(parts[name], tensor) for name, tensor in whole.items())
+    epoch = read_manifest(tmp_path / "whole-checkpoint").training["epoch_tokens"]
+    assert any(line.startswith(f"{epoch:,} tokens per epoch, {6 * talks.tokens_per_step / epoch:.1f}") for line in said)
+    silent = dataclasses.replace(talks.sources[0], chat_repeats=0.0)
+    with pytest.raises(ValueError, match="chat_steps needs a chat source"):
+        dataclasses.replace(talks, sources=(silent,))
+
+
 def test_the_sentences_of_the_suite_fit_the_context_that_it_needs() -> None:
     """A token has at least one byte, and the begin-of-text token comes first."""
     assert max(len(text.encode()) + 1 for pair in shipped_pairs() for text in (pair.good, pair.bad)) <= SUITE_CONTEXT
