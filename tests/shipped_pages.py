@@ -71,23 +71,19 @@ def renew_examples(page: str, url: str) -> str:
 
 
 def renew_facts(page: str, training: dict[str, Any]) -> str:
-    """Return README.md with the durations and tokens of all runs, and the losses of the last one."""
+    """Return README.md with the number, duration and tokens of all runs, and the losses of the last one."""
     runs = [training]
-    while "started_from" in runs[0]:
-        runs.insert(0, runs[0]["started_from"])
-    minutes = [round(run["seconds"] / 60) for run in runs]
-    durations = _listed([f"{number // 60} h {number % 60} min" for number in minutes])
-    page = _replace(r"(?<=in runs of ).*(?= on one or two threads)", durations, page)
-    tokens = _listed([f"{run['tokens'] / 1e6:.1f}" for run in runs])
-    page = _replace(r"(?<=read )[\d., and]+(?= million tokens)", tokens, page)
+    while "started_from" in runs[-1]:
+        runs.append(runs[-1]["started_from"])
+    minutes = round(sum(run["seconds"] for run in runs) / 60)
+    steps = f"{len(runs)} runs with {minutes // 60} h {minutes % 60} min"
+    page = _replace(r"(?<=from scratch, in ).*(?= of steps on one or two threads)", steps, page)
+    tokens = f"{sum(run['tokens'] for run in runs) / 1e6:.1f}"
+    page = _replace(r"(?<=They read )[\d.]+(?= million tokens)", tokens, page)
     bits = training["held_out_bits_per_byte"]
     stories, articles = (f"{bits[name]:.2f}" for name in ("tinystories-valid", "simplewiki"))
     page = _replace(r"[\d.]+(?= bits per byte\s+on held-out TinyStories)", stories, page)
     return _replace(r"[\d.]+(?= on the Simple English)", articles, page)
-
-
-def _listed(words: list[str]) -> str:
-    return " and ".join([", ".join(words[:-1]), words[-1]])
 
 
 def renew_chat(page: str, url: str) -> str:

@@ -59,8 +59,8 @@ def test_the_facts_of_the_run_are_in_the_readme() -> None:
     second = {"seconds": 3600.0, "tokens": 500_000, "started_from": first}
     training = {"seconds": 7500.0, "tokens": 2_340_000, "started_from": second, "held_out_bits_per_byte": bits}
     words = " ".join(shipped_pages.renew_facts((ROOT / "README.md").read_text(), training).split())
-    assert "in runs of 0 h 1 min, 1 h 0 min and 2 h 5 min on one or two threads" in words
-    assert "They read 1.0, 0.5 and 2.3 million tokens of" in words
+    assert "in 3 runs with 3 h 6 min of steps on one or two threads" in words
+    assert "They read 3.8 million tokens of" in words
     assert "reaches 0.50 bits per byte on held-out TinyStories, 1.25 on the Simple English" in words
 
 
