@@ -68,8 +68,8 @@ class TrainConfig:
         special tokens.
     dropout: dropout rate on the output of attention and MLP.
     repetition_steps: number of last steps that also train against loops, see `OwnCompletions`; needs mask_documents.
-    average_steps: the checkpoint has the mean of the weights after each of the last so many steps (Kaddour 2022, arXiv
-        2209.14981); 0: the weights after the last step.
+    average_steps: the checkpoint has the mean of the weights after each of the last N steps (Kaddour 2022, arXiv
+        2209.14981), where N is this number; 0: the weights after the last step.
     start_from: Kvasir checkpoints. The run starts from the mean of their weights (Wortsman et al. 2022, arXiv
         2203.05482) and takes their tokenizer. Empty: random weights, new tokenizer.
     """
@@ -142,7 +142,7 @@ class TrainConfig:
 
     @property
     def is_all_chat(self) -> bool:
-        """Whether every step trains on the chat sources: there is no pretraining phase."""
+        """True if every step trains on the chat sources, so that there is no pretraining phase."""
         return self.chat_steps == self.steps
 
     @property
