@@ -117,8 +117,8 @@ def renew_quantization(page: str, evaluate: Callable[..., dict[str, Any]]) -> st
         cached["held_out"][name]["bits_per_byte"] / cached["without_rounding"][name]["bits_per_byte"] - 1
         for name in ("tinystories", "aesop")
     ]
-    change = max(changes, key=abs)
-    return _replace(r"(?<=It costs the shipped model )[+-][\d.]+(?= % of the bits)", f"{100 * change:+.2f}", page)
+    change = round(100 * max(changes, key=abs), 2) + 0.0  # + 0.0: no negative zero
+    return _replace(r"(?<=It costs the shipped model )[+-][\d.]+(?= % of the bits)", f"{change:+.2f}", page)
 
 
 def renew_harness(page: str, evaluate: Callable[..., dict[str, Any]], documents: Path) -> str:
