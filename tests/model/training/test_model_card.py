@@ -130,7 +130,7 @@ def test_the_card_names_the_runs_that_the_weights_come_from_and_their_sources(tm
     assert "| tales | 90 | 1, 2 in the chat phase, in an earlier run | 10 | public domain | Told by Grimm |" in text
     assert "No training document of this run equals" in text
     unknown = " ".join(card(tmp_path, {"started_from": {"name": "theirs", "sources": []}}).split())
-    assert "Starts from the weights of a checkpoint named theirs. ![loss" in unknown
+    assert "Starts from the weights of a checkpoint named theirs. ##" in unknown
     mean = config(start_from=(Path("second"), Path("first")))
     write_model_card(tmp_path / "mean.md", mean, TRAINING | {"started_from": started}, Evaluation())
     text = " ".join((tmp_path / "mean.md").read_text().split())
