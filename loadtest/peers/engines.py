@@ -227,9 +227,18 @@ def _write_llama_model(files: PeerFiles, cell: Cell) -> None:
         run([files.program("llama_cpp", "llama-quantize"), *pure, str(whole), str(out), gguf, "1"])
 
 
-def _llama_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
-    driver = [sys.executable, "-m", f"{_DRIVERS}.llama_cpp_engine", files.program("llama_cpp", "llama-batched-bench")]
-    return [*driver, str(_llama_weights(files, cell)), str(threads)]
+Command = Callable[[PeerFiles, Cell, int], list[str]]
+
+
+def _llama_engine(environment: str, *flags: str) -> Command:
+    """Return the function that makes the command of llama-batched-bench in this environment, with more flags."""
+
+    def engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
+        command = [sys.executable, "-m", f"{_DRIVERS}.llama_cpp_engine"]
+        command.append(files.program(environment, "llama-batched-bench"))
+        return [*command, str(_llama_weights(files, cell)), str(threads), *flags]
+
+    return engine
 
 
 def _llama_server(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
@@ -260,9 +269,6 @@ def _openvino_engine(files: PeerFiles, cell: Cell, threads: int) -> list[str]:
     out, hint, _ = _openvino_weights(files, cell)
     driver = [files.program("openvino"), "-m", f"{_DRIVERS}.openvino_engine", str(out), hint]
     return [*driver, str(threads), str(1 + _largest_cache(cell) // 2**30)]
-
-
-Command = Callable[[PeerFiles, Cell, int], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,10 +308,17 @@ PEERS: Final = (
         name="llama.cpp",
         environment="llama_cpp",
         write_model=_write_llama_model,
-        engine=_llama_engine,
+        engine=_llama_engine("llama_cpp"),
         server=_llama_server,
         note="llama-batched-bench, which samples no tokens; llama-server with 64 slots; Q8_0 for int8, Q4_0 for int4; "
         "KV-cache float16; defaults: llama-server without flags",
+    ),
+    Peer(
+        name="ik_llama.cpp",
+        environment="ik_llama_cpp",
+        write_model=_write_llama_model,
+        engine=_llama_engine("ik_llama_cpp", "--run-time-repack"),
+        note="llama-batched-bench with --run-time-repack; the files of llama.cpp; KV-cache float16",
     ),
     Peer(
         name="OpenVINO GenAI",

@@ -4,10 +4,16 @@
 #     loadtest/peers/install.sh DIRECTORY NAME PYTHON
 #
 # The environment is DIRECTORY/NAME. NAME.txt beside this script pins its packages. PYTHON is Kvasir's interpreter.
-# llama.cpp is compiled from the source of its Python package: ten minutes on one core.
+# llama.cpp is compiled from the source of its Python package: ten minutes on one core. ik_llama.cpp has no package: build
+# it yourself. Its model files are written by llama.cpp's environment.
 set -eu
 pins=$(dirname "$(realpath "$0")")
 home=$(realpath -m "$1")/$2
+if [ "$2" = ik_llama_cpp ]; then
+    if [ -x "$home/bin/llama-batched-bench" ]; then exec bash "$0" "$1" llama_cpp "$3"; fi
+    echo "build llama-batched-bench of $(cat "$pins/ik_llama_cpp.txt") and copy it to $home/bin" >&2
+    exit 1
+fi
 torch="torch==$("$3" -c 'import importlib.metadata as m; print(m.version("torch"))')"
 wanted="$(sha256sum <"$pins/$2.txt") $torch"
 if [ ! -f "$home/.installed" ] || [ "$(cat "$home/.installed")" != "$wanted" ]; then

@@ -82,6 +82,35 @@ def test_a_driver_returns_tokens_per_second_of_decode_and_prompt() -> None:
         stub.close()
 
 
+TABLE = """
+echo 'main: n_kv_max = 20'
+echo '|    PP |     TG |    B |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |      T s |    S t/s |'
+echo '|-------|--------|------|--------|----------|----------|----------|----------|----------|----------|'
+echo '|     3 |      4 |    2 |     14 |    0.250 |    24.00 |    1.600 |     5.00 |    1.850 |     7.57 |'
+"""
+
+
+@pytest.mark.parametrize(("output_tokens", "rate"), [(5, 2 * 4 / 1.6), (1, 2 * 3 / 0.25)])
+def test_the_driver_of_llama_cpp_reads_the_printed_table(tmp_path: Path, output_tokens: int, rate: float) -> None:
+    bench = tmp_path / "bench"
+    bench.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\ntouch llama.log\n{TABLE}')
+    bench.chmod(0o755)
+    module = "loadtest.peers.drivers.llama_cpp_engine"
+    driver = DriverProcess([sys.executable, "-m", module, str(bench), "model.gguf", "2", "--run-time-repack"], {})
+    try:
+        made = cell("decode" if output_tokens > 1 else "prompt", output_tokens=output_tokens)
+        assert driver.measure(made, [[1, 2, 3], [4, 5, 6]])["tokens_per_second"] == pytest.approx(rate)
+        flags = (tmp_path / "flags").read_text().split()
+        assert flags[flags.index("-npp") : -1] == ["-npp", "3", "-ntg", str(max(1, output_tokens - 1)), "-npl", "2"]
+        assert flags[-1] == "--run-time-repack"
+        assert not (engines.ROOT / "llama.log").exists()
+        bench.write_text("#!/bin/sh\necho no model here >&2\nexit 3\n")
+        with pytest.raises(MeasurementFailed, match="failed with exit code 3: 'no model here"):
+            driver.measure(made, [[1, 2, 3]])
+    finally:
+        driver.close()
+
+
 def test_a_driver_reports_a_failed_wave_and_serves_the_next() -> None:
     stub = DriverProcess(stub_command("fails"), {})
     try:
@@ -178,13 +207,16 @@ def test_int4_has_four_bits_in_every_matrix_of_each_engine(tmp_path: Path, monke
     )
     same = ["--checkpoint", str(files.model(made, "llama_cpp_Q4_0.gguf")), "--dtype", "bfloat16"]
     assert OURS.engine(files, made, 2)[-8:-4] == same
-    for peer in PEERS:
+    llama, ik_llama, openvino = PEERS
+    for engine in (llama, ik_llama):
+        assert engine.engine(files, made, 2)[4] == same[1]
+    for peer in (llama, openvino):
         peer.write_model(files, made)
     _, quantize, export = commands
     assert quantize[1:2] + quantize[-2:] == ["--pure", "Q4_0", "1"]
     assert export[0].endswith("optimum-cli")
     assert {"int4", "--all-layers"} < set(export)
-    (llama,) = (peer for peer in PEERS if peer.supports(mixed))
+    assert [peer for peer in PEERS if peer.supports(mixed)] == [llama, ik_llama]
     llama.write_model(files, mixed)
     assert commands[-1][-2:] == ["Q4_K_M", "1"]
     assert "--pure" not in commands[-1]

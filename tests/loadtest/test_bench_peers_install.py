@@ -91,3 +91,13 @@ def test_kvasirs_build_of_torch_is_pinned(tmp_path: Path, home: Path, monkeypatc
     install(PeerFiles(tmp_path), "openvino")
     assert (tmp_path / "openvino" / "constraints.txt").read_text() == f"torch=={importlib.metadata.version('torch')}\n"
     assert not any("ninja" in line for line in steps(tmp_path))
+
+
+def test_ik_llama_cpp_must_be_built_by_hand(tmp_path: Path, home: Path) -> None:
+    with pytest.raises(MeasurementFailed, match=r"build llama-batched-bench of https://github\.com/ikawrakow/ik_llama"):
+        install(PeerFiles(tmp_path), "ik_llama_cpp")
+    program = Path(PeerFiles(tmp_path).program("ik_llama_cpp", "llama-batched-bench"))
+    program.parent.mkdir(parents=True)
+    program.touch(0o755)
+    install(PeerFiles(tmp_path), "ik_llama_cpp")
+    assert (home / "bin" / "llama-server").is_file(), "llama.cpp writes the model files"
