@@ -26,6 +26,7 @@ from model.tokenizer.interface import Tokenizer
 from model.training.config import SourceConfig, TrainConfig
 from model.training.data.batches import ROUND_BATCHES, Batches, Ids, Mixture, TokenizedSource
 from model.training.data.bpe import train_bpe
+from model.training.state import STATE_FILE
 
 # A whole book is cut into parts of about this many characters, which count as separate documents.
 MAX_DOCUMENT_CHARACTERS = 8000
@@ -152,7 +153,8 @@ def _tokenizer(
     config: TrainConfig, sources: Sequence[TextSource], directory: Path, report: Callable[[str], None]
 ) -> ByteLevelTokenizer:
     directory.mkdir(parents=True, exist_ok=True)
-    if not (directory / SPEC_FILE).exists() and config.start_from:
+    if config.start_from and not (directory / STATE_FILE).exists():
+        # Until the first save, a tokenizer in the directory may be that of another attempt.
         save_native(load_native(config.start_from[0]), directory)
     if not (directory / SPEC_FILE).exists():  # the spec is written last
         report(f"training a tokenizer of {config.vocab_size:,} tokens")
@@ -161,15 +163,14 @@ def _tokenizer(
         save_native(train_bpe(texts, config.vocab_size, chat=config.chat_steps > 0), directory)
     tokenizer = load_native(directory)
     size = tokenizer.vocab_size
+    origin, other = str(directory), "use another --run-directory"
+    if config.start_from:
+        origin, other = f"start_from {config.start_from[0]}", "start from another checkpoint"
     if config.chat_steps and not supports_chatml(tokenizer.special_tokens):
+        raise ValueError(f"{origin}: its tokenizer has no ChatML tokens; set chat_steps = 0, or {other}")
+    if size > config.vocab_size or (config.start_from and size < config.vocab_size):
         raise ValueError(
-            f"{directory}: this run began with chat_steps = 0, so its tokenizer has no ChatML tokens; set chat_steps = "
-            f"0, or use another --run-directory"
-        )
-    if size > config.vocab_size:
-        raise ValueError(
-            f"{directory}: its tokenizer has {size} tokens, not {config.vocab_size}; set vocab_size = {size}, or use "
-            f"another --run-directory"
+            f"{origin}: its tokenizer has {size} tokens, not {config.vocab_size}; set vocab_size = {size}, or {other}"
         )
     if size < config.vocab_size:
         # Otherwise the model could sample token ids that the tokenizer does not have.

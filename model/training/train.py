@@ -32,6 +32,7 @@ from model.evaluation.evaluation import Evaluation, evaluate_checkpoint
 from model.evaluation.likelihood import HeldOut, evaluate
 from model.evaluation.minimal_pairs import shipped_pairs
 from model.evaluation.prompts import DRAWS, PROMPTS, Complete, Prompt, Sampler, complete_one_by_one
+from model.io.files import writing
 from model.nn.transformer import Block, Transformer
 from model.tokenizer.byte_level import RANKS_FILE
 from model.training.attention import DocumentAttention
@@ -140,8 +141,16 @@ def check_output(settings: RunSettings) -> None:
         CheckpointError: the directory cannot be written, has files but no manifest, or has a complete checkpoint
             although the run directory has no save.
     """
-    shutil.rmtree(settings.checkpoint / _PARTIAL_DIRECTORY, ignore_errors=True)
-    check_writable(settings.checkpoint, may_replace=(settings.run_directory / STATE_FILE).exists())
+    partial, has_save = settings.checkpoint / _PARTIAL_DIRECTORY, (settings.run_directory / STATE_FILE).exists()
+    if has_save and partial.is_dir():
+        # This run was killed while it wrote the checkpoint, so files without a manifest may be its own. The directory
+        # stays as their mark until they are complete.
+        with writing(settings.checkpoint):
+            for path in partial.iterdir():
+                path.unlink()
+        return
+    shutil.rmtree(partial, ignore_errors=True)
+    check_writable(settings.checkpoint, may_replace=has_save)
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -126,16 +126,13 @@ To generate text without a server:
 
 
 def _config(settings: TrainSettings, path: Path) -> TrainConfig:
-    """Return the recipe with the values of --steps and --seed. Warm-up, decay and chat steps are adapted to --steps."""
+    """Return the recipe with the values of --steps and --seed. All other numbers of steps are adapted to --steps."""
     config = load_train_config(path)
     if (steps := settings.steps) is not None:
-        config = dataclasses.replace(
-            config,
-            steps=steps,
-            warmup_steps=min(config.warmup_steps, steps // 4),
-            decay_steps=config.decay_steps * steps // config.steps,
-            chat_steps=config.chat_steps * steps // config.steps,
-        )
+        parts = ("decay_steps", "chat_steps", "repetition_steps", "average_steps")
+        adapted = {name: getattr(config, name) * steps // config.steps for name in parts}
+        warmup = min(config.warmup_steps, steps // 4)
+        config = dataclasses.replace(config, steps=steps, warmup_steps=warmup, **adapted)
     return config if settings.seed is None else dataclasses.replace(config, seed=settings.seed)
 
 

@@ -294,6 +294,18 @@ def test_a_checkpoint_directory_with_other_files_is_rejected(tmp_path: Path) -> 
         train(config(), dataclasses.replace(run, checkpoint=tmp_path / "file"), lambda text: None)
 
 
+def test_a_run_killed_while_it_moved_its_checkpoint_writes_it_again(tmp_path: Path) -> None:
+    short = config(steps=2, decay_steps=1, warmup_steps=0)
+    train(short, settings(tmp_path), lambda text: None, complete=no_completions)
+    finished = settings(tmp_path).checkpoint
+    (finished / ".partial").mkdir()
+    for name in ("manifest.json", "config.json"):
+        (finished / name).replace(finished / ".partial" / name)
+    train(short, settings(tmp_path), lambda text: None, complete=no_completions)
+    assert read_manifest(finished).training["steps"] == 2
+    assert not (finished / ".partial").exists()
+
+
 def test_a_damaged_save_is_rejected(tmp_path: Path) -> None:
     train(config(), settings(tmp_path, stop_after=2), lambda text: None)
     path = tmp_path / "run" / "state.safetensors"
@@ -420,3 +432,15 @@ def test_a_run_starts_from_the_mean_of_the_weights_of_checkpoints_with_one_token
         torch.testing.assert_close(saved[f"model/{name}"], (tensor.float() + 2 * weights[1][name].float()) / 3)
     with pytest.raises(ValueError, match=r"other-checkpoint: its tokenizer is not that of .*first-checkpoint"):
         train(config(start_from=(first, other)), settings(tmp_path, "mixed"), lambda text: None)
+    with pytest.raises(ValueError, match=r"start_from .*other-checkpoint: its tokenizer has 300 tokens, not 320"):
+        train(config(start_from=(other,)), settings(tmp_path, "mixed"), lambda text: None)
+    mixed = (tmp_path / "mixed" / "tokenizer.tiktoken").read_bytes()
+    assert mixed == (other / "tokenizer.tiktoken").read_bytes(), "not that of the failed attempt"
+    with pytest.raises(
+        ValueError, match="its tokenizer has no ChatML tokens; set chat_steps = 0, or start from another"
+    ):
+        train(
+            config(start_from=(first,), chat_steps=2, sources=(*config().sources, dialogues(tmp_path))),
+            settings(tmp_path, "chat"),
+            lambda text: None,
+        )

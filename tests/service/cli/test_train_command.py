@@ -59,14 +59,17 @@ def test_flags_override_the_recipe(started: list[tuple[TrainConfig, RunSettings]
     assert (settings.attention, settings.compile, settings.precision) == ("eager", False, "float32")
 
 
-def test_chat_steps_scale_with_the_steps_flag(started: list[tuple[TrainConfig, RunSettings]], tmp_path: Path) -> None:
+def test_all_numbers_of_steps_scale_with_the_steps_flag(
+    started: list[tuple[TrainConfig, RunSettings]], tmp_path: Path
+) -> None:
     recipe = tmp_path / "talks.toml"
     source = {"name": '"g"', "path": '"g.jsonl"', "repeats": 1, "held_out": 0.0, "licence": '""', "chat_repeats": 1}
-    lines = [f'extends = "{RECIPE}"', "chat_steps = 90", "[[sources]]", *(f"{k} = {v}" for k, v in source.items())]
+    numbers = ("chat_steps = 90", "average_steps = 300")
+    lines = [f'extends = "{RECIPE}"', *numbers, "[[sources]]", *(f"{k} = {v}" for k, v in source.items())]
     recipe.write_text("\n".join(lines))
     assert run("--config", str(recipe), "--steps", "60") == 0
     ((config, _),) = started
-    assert (config.steps, config.decay_steps, config.chat_steps) == (60, 20, 9)
+    assert (config.steps, config.decay_steps, config.chat_steps, config.average_steps) == (60, 20, 9, 30)
 
 
 @pytest.mark.parametrize("flags", [("--seed", "-1"), ("--attention", "flash"), ("--steps", "0")])
