@@ -19,8 +19,10 @@ import regex
 from numpy.typing import NDArray
 
 from model.checkpoint.manifest import Manifest
+from model.config import ModelConfig
 from model.gguf.container import is_gguf
 from model.huggingface.families.reading.family import Layout, ModelFamily, sources
+from model.huggingface.family_table import hugging_face_configs
 from model.io.files import CheckpointError, check_is_searchable, parsing, read_bytes, read_json
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 
@@ -151,10 +153,11 @@ def read_adapter(directory: Path, manifest: Manifest) -> Adapter:
         )
     config = _read_config(directory / CONFIG_FILE)
     headers = read_headers(path)
-    found, prefix = _short_names(headers, manifest.family)
+    family = manifest.family or _family_of_names(headers, manifest.config)
+    found, prefix = _short_names(headers, family)
     stored: dict[str, tuple[list[_Part], int, Layout]] = {}
     unknown = dict(found)
-    for name, layout, shapes in _matrices(manifest):
+    for name, layout, shapes in _matrices(manifest.config, family):
         parts: list[_Part] = []
         row = 0
         for module, (outputs, inputs) in shapes.items():
@@ -278,12 +281,27 @@ def _short_names(
     return found, used
 
 
-def _matrices(manifest: Manifest) -> Iterator[tuple[str, Layout, dict[str, tuple[int, int]]]]:
+def _family_of_names(headers: Mapping[str, TensorHeader], config: ModelConfig) -> ModelFamily | None:
+    """Return the first model family that can express a model in Kvasir's format and has the adapter's module names.
+
+    Such a model was exported before its adapter was trained, or converted from the adapter's base model.
+    """
+    for family, _ in hugging_face_configs(config):
+        found, _ = _short_names(headers, family)
+        modules = {module for _, _, shapes in _matrices(config, family) for module in shapes}
+        if all(name.removesuffix(_A).removesuffix(_B) in modules for name in found):
+            return family
+    return None
+
+
+def _matrices(
+    config: ModelConfig, family: ModelFamily | None
+) -> Iterator[tuple[str, Layout, dict[str, tuple[int, int]]]]:
     """Yield module, layout and parts of each matrix of Kvasir's model that adapters can change.
 
     The parts are modules of the checkpoint (q_proj) with their (outputs, inputs), in the order of the matrix's rows.
     """
-    for name, source in sources(manifest.config, manifest.family).items():
+    for name, source in sources(config, family).items():
         module = name.removesuffix(".weight")
         if module != name and module.startswith("layers.") and module.split(".", 2)[2] in MODULES:
             shapes = {part.removesuffix(".weight"): shape for part, shape in source.shapes.items()}

@@ -72,6 +72,17 @@ def hugging_face_config(config: ModelConfig, first: ModelFamily | None) -> tuple
     Raises:
         CheckpointError: no family can express this ModelConfig.
     """
+    for found in hugging_face_configs(config, first):
+        return found
+    raise CheckpointError(
+        f"no model family ({', '.join(FAMILIES)}) can express this model, so export is impossible; serve it with Kvasir"
+    )
+
+
+def hugging_face_configs(
+    config: ModelConfig, first: ModelFamily | None = None
+) -> Iterator[tuple[ModelFamily, dict[str, Any]]]:
+    """Yield each model family that can express this ModelConfig, with config.json values that read back as it."""
     for family in (*(() if first is None else (first,)), *FAMILIES.values()):
         for values in _candidates(family, config):
             named = {"model_type": family.model_type, "architectures": [family.architectures[0]], **values}
@@ -80,10 +91,8 @@ def hugging_face_config(config: ModelConfig, first: ModelFamily | None) -> tuple
             except CheckpointError:
                 continue
             if read == config:
-                return family, named
-    raise CheckpointError(
-        f"no model family ({', '.join(FAMILIES)}) can express this model, so export is impossible; serve it with Kvasir"
-    )
+                yield family, named
+                break
 
 
 def _candidates(family: ModelFamily, config: ModelConfig) -> Iterator[dict[str, Any]]:

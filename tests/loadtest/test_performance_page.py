@@ -156,6 +156,7 @@ RESULTS: dict[str, Any] = {
 }  # fmt: skip
 RESULTS["defaults"] = RESULTS["default_gguf"] = DEFAULTS
 RESULTS["models"] = PEERS | {"cells": [], "shapes": {}}
+RESULTS["models_avx2"] = RESULTS["models"] | {"command": "python -m loadtest.peers.bench_peers --shapes tiny"}
 
 
 def test_every_figure_follows_the_command_that_measured_it() -> None:
@@ -199,6 +200,16 @@ def test_the_page_begins_with_published_models_once_they_are_measured() -> None:
     assert lead.index("qwen3-0.6b") < lead.index("llama-3.2-1b")
     decoding = page[page.index("### Decoding") :]
     assert decoding.index("qwen3-0.6b") < decoding.index("llama-3.2-1b") < decoding.index("| S |")
+
+
+def test_a_processor_with_avx2_has_a_table_of_all_peers() -> None:
+    page = pages.performance_page(RESULTS | {"models_avx2": RESULTS["models_avx2"] | {"cells": PEERS["cells"]}})
+    part = page[page.index("## Comparison on a processor with AVX2 only") : page.index("## The engine, in-process")]
+    assert RESULTS["models_avx2"]["command"] in part
+    assert "| gone |  | **not available here:** no \\| compiler |" in part
+    assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) | 1.2 | yes |" in part
+    assert "| S | bfloat16 | decoding | 4 | 128 | slow | 1000 | 100 | 10.00 (9.00–11.00) | 1.2 | yes |" in part
+    assert "| S | bfloat16 | 16 | slow | 1000 | 500 | 2.00 (1.80–2.20) | 1.5 | yes | 20 / 30 | 20 / 30 | 1.00 |" in part
 
 
 def test_servers_without_flags_are_compared() -> None:

@@ -1,11 +1,15 @@
 """An adapter's output equals that of the model with the adapter merged into its weights, to 1e-5 in float32."""
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from model.checkpoint.lora_adapter import read_adapter
+from model.checkpoint.manifest import read_manifest
 from tests.families.models import CASES, load
 from tests.lora.adapter_files import merge, write_adapter
 from tests.lora.engines import AdaptedEngine, difference
@@ -59,6 +63,22 @@ def test_an_adapter_computes_what_its_merged_model_computes(tmp_path: Path, name
         for uid, entries in theirs.items():
             assert difference(found[uid], entries) <= TOLERANCE, (attention, uid)
         assert difference_of_logprobs(found["a2"], found["b2"]) > 100 * TOLERANCE
+
+
+# A converted checkpoint does not know that its source was the text part of a multimodal model.
+@pytest.mark.parametrize("name", sorted(ADAPTERS.keys() - {"multimodal names"}))
+def test_a_converted_base_model_has_the_adapters_of_its_source(tmp_path: Path, name: str) -> None:
+    case, targets, config = ADAPTERS[name]
+    CASES[case].build().save_pretrained(tmp_path)
+    directory = write_adapter(tmp_path / "adapter", tmp_path, targets, **config)
+    manifest = read_manifest(tmp_path)
+    expected, found = (
+        read_adapter(directory, base).matrices for base in (manifest, dataclasses.replace(manifest, family=None))
+    )
+    assert expected.keys() == found.keys()
+    for module, addition in expected.items():
+        np.testing.assert_array_equal(found[module].down_RI, addition.down_RI)
+        np.testing.assert_array_equal(found[module].up_FR, addition.up_FR)
 
 
 def difference_of_logprobs(first: list[tuple[int, float]], second: list[tuple[int, float]]) -> float:
