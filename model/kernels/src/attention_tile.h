@@ -22,7 +22,7 @@ constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, COLUMNS = 4;  // accumulators take 24 of 32 registers
 #else
-constexpr int ROWS = 2, COLUMNS = 2;  // accumulators take 8 of 16 registers, two each
+constexpr int ROWS = 6, COLUMNS = 1;  // accumulators take 12 of 16 registers, two each
 #endif
 
 inline int groups_of(int num_tokens) { return (num_tokens + LANES - 1) / LANES; }
@@ -356,7 +356,7 @@ void multiply_values(const typename Arithmetic<T>::Term* weights, const T* value
         offset += N * LANES;
     };
     // More sums than registers would be spilled for each token.
-    constexpr int MOST = M > ROWS ? COLUMNS / 2 : COLUMNS;
+    constexpr int MOST = COLUMNS > 1 ? (M > ROWS ? 2 : COLUMNS) : (M > 2 ? 1 : 2);
     if constexpr (COLUMNS == 4 && M <= 4) {  // heads of 80 and 96
         if (size == 5 * LANES) multiply_columns(std::integral_constant<int, 5>{});
         if (size == 6 * LANES) multiply_columns(std::integral_constant<int, 6>{});
