@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     levels, directory = (levels_here()[:1], CACHE.expanduser()) if arguments.local else (LEVELS, arguments.directory)
     try:
         for level in levels if platform.machine() == "x86_64" else ():
-            print(f"native kernels for CPU level {level}: {build(level, directory)}")
+            print(f"native kernels for CPU level {level.name}: {build(level, directory)}")
     except BuildError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1

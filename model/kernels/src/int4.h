@@ -30,24 +30,25 @@ struct Int4 {
     template <int NUM_ROWS>
     static void sum(const Matrix& matrix, int64_t output, const InputPair* x, int64_t stride, StripFetch fetch,
                     Lanes (&results)[NUM_ROWS][STRIP_BLOCKS]) {
+        constexpr int PASS = blocks_of_pass(NUM_ROWS, BLOCKS);
 #pragma GCC unroll 2
-        for (int first = 0; first < STRIP_BLOCKS; first += BLOCKS) {
-            sum_steps<NUM_ROWS>(strip_of<Int4>(matrix, output), first, steps_of<Int4>(matrix), x, stride, fetch,
-                                results);
+        for (int first = 0; first < STRIP_BLOCKS; first += PASS) {
+            sum_steps<NUM_ROWS, PASS>(strip_of<Int4>(matrix, output), first, steps_of<Int4>(matrix), x, stride, fetch,
+                                      results);
         }
     }
 
 private:
-    // Adds the products of a group to the sums of 32 bits of each output.
-    template <int NUM_ROWS>
-    static void add_group(const uint8_t* codes, const InputPair* x, int64_t stride, int group,
-                          Bytes (&sums)[NUM_ROWS][BLOCKS]) {
+    // Adds the products of a group to the sums of 32 bits of each output, for BLOCKS blocks from `block` on.
+    template <int NUM_ROWS, int PASS>
+    static void add_group(const uint8_t* codes, const InputPair* x, int64_t stride, int group, int block,
+                          Bytes (&sums)[NUM_ROWS][PASS]) {
         const Register low_halves = repeat_word(0x0f0f0f0f);
         Bytes products[NUM_ROWS][BLOCKS];
 #pragma GCC unroll 8
         for (int r = 0; r < NUM_ROWS; ++r) {
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; ++b) products[r][b] = HAS_BYTE_DOT ? sums[r][b] : Bytes();
+            for (int b = 0; b < BLOCKS; ++b) products[r][b] = HAS_BYTE_DOT ? sums[r][block + b] : Bytes();
         }
 #pragma GCC unroll 8
         for (int four = 0; four < GROUP_SIZE / 4; ++four) {
@@ -70,44 +71,50 @@ private:
         for (int r = 0; r < NUM_ROWS; ++r) {
 #pragma GCC unroll 2
             for (int b = 0; b < BLOCKS; ++b) {
-                sums[r][b] =
-                    HAS_BYTE_DOT ? products[r][b] : add_pairs(sums[r][b], products[r][b], repeated(0x00010001));
+                sums[r][block + b] =
+                    HAS_BYTE_DOT ? products[r][b] : add_pairs(sums[r][block + b], products[r][b], repeated(0x00010001));
             }
         }
     }
 
-    // Multiplies NUM_ROWS rows by BLOCKS blocks of a strip, from block `first` on.
-    template <int NUM_ROWS>
+    // Multiplies NUM_ROWS rows by PASS blocks of a strip, from block `first` on.
+    template <int NUM_ROWS, int PASS>
     static void sum_steps(const uint8_t* from, int first, int64_t steps, const InputPair* x, int64_t stride,
                           StripFetch fetch, Lanes (&results)[NUM_ROWS][STRIP_BLOCKS]) {
-        Bytes sums[NUM_ROWS][BLOCKS];
+        Bytes sums[NUM_ROWS][PASS];
 #pragma GCC unroll 8
         for (int r = 0; r < NUM_ROWS; ++r) {
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; ++b) sums[r][b] = Bytes();
+            for (int b = 0; b < PASS; ++b) sums[r][b] = Bytes();
         }
         for (int64_t step = 0; step < steps; ++step, from += BYTES, ++x) {
             const Lines lines = lines_of<Int4, NUM_ROWS>(fetch, from, step, steps);
             lines.prefetch(0, 2);
             // Sums of the second group in the lower, and of the first group in the upper halves of 32 bits.
-            Bytes pairs[NUM_ROWS][BLOCKS];
+            Bytes pairs[NUM_ROWS][PASS];
 #pragma GCC unroll 8
             for (int r = 0; r < NUM_ROWS; ++r) {
 #pragma GCC unroll 2
-                for (int b = 0; b < BLOCKS; ++b) pairs[r][b] = repeated(x[r * stride].starts[0]);
+                for (int b = 0; b < PASS; ++b) pairs[r][b] = repeated(x[r * stride].starts[0]);
             }
-            add_group<NUM_ROWS>(from + first * BLOCK, x, stride, 0, pairs);
+#pragma GCC unroll 2
+            for (int b = 0; b < PASS; b += BLOCKS) {
+                add_group<NUM_ROWS, PASS>(from + (first + b) * BLOCK, x, stride, 0, b, pairs);
+            }
 #pragma GCC unroll 8
             for (int r = 0; r < NUM_ROWS; ++r) {
                 const Register start = repeat_word(x[r * stride].starts[1]);
                 const auto shift = [&](Register sum) { return add_words(shift_words_left<16>(sum), start); };
 #pragma GCC unroll 2
-                for (int b = 0; b < BLOCKS; ++b) pairs[r][b] = each(shift, pairs[r][b]);
+                for (int b = 0; b < PASS; ++b) pairs[r][b] = each(shift, pairs[r][b]);
             }
             lines.prefetch(1, 2);
-            add_group<NUM_ROWS>(from + (STRIP_BLOCKS + first) * BLOCK, x, stride, 1, pairs);
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; ++b) {
+            for (int b = 0; b < PASS; b += BLOCKS) {
+                add_group<NUM_ROWS, PASS>(from + (STRIP_BLOCKS + first + b) * BLOCK, x, stride, 1, b, pairs);
+            }
+#pragma GCC unroll 2
+            for (int b = 0; b < PASS; ++b) {
                 const Bytes multipliers = load_widened(from + MULTIPLIERS + (first + b) * 2 * LANES);
                 const auto subtract = [](Register sum) { return bitwise_xor(sum, repeat_word(0x8000)); };
 #pragma GCC unroll 8
@@ -126,7 +133,7 @@ private:
 #pragma GCC unroll 8
         for (int r = 0; r < NUM_ROWS; ++r) {
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; ++b) results[r][first + b] = to_floats(sums[r][b]);
+            for (int b = 0; b < PASS; ++b) results[r][first + b] = to_floats(sums[r][b]);
         }
     }
 };

@@ -35,10 +35,11 @@ struct Int6 {
     template <int NUM_ROWS>
     static void sum(const Matrix& matrix, int64_t output, const InputBlock* x, int64_t stride, StripFetch fetch,
                     Lanes (&results)[NUM_ROWS][STRIP_BLOCKS]) {
+        constexpr int PASS = blocks_of_pass(NUM_ROWS, BLOCKS);
 #pragma GCC unroll 2
-        for (int first = 0; first < STRIP_BLOCKS; first += BLOCKS) {
-            sum_steps<NUM_ROWS>(strip_of<Int6>(matrix, output), first, steps_of<Int6>(matrix), x, stride, fetch,
-                                results);
+        for (int first = 0; first < STRIP_BLOCKS; first += PASS) {
+            sum_steps<NUM_ROWS, PASS>(strip_of<Int6>(matrix, output), first, steps_of<Int6>(matrix), x, stride, fetch,
+                                      results);
         }
     }
 
@@ -54,53 +55,65 @@ private:
         return each(join, load_bytes(codes), load_bytes(codes + 64), load_bytes(codes + 128));
     }
 
-    // Multiplies NUM_ROWS rows by BLOCKS blocks of a strip, from block `first` on.
-    template <int NUM_ROWS>
+    // Adds the products of a group to the sums from `block` on, for BLOCKS blocks of a strip from block `first` on.
+    template <int NUM_ROWS, int PASS>
+    static void add_group(const uint8_t* from, int64_t group, int first, int block, const InputBlock* x, int64_t stride,
+                          Lanes (&sums)[NUM_ROWS][PASS]) {
+        const auto* factors = reinterpret_cast<const half*>(from) + first * LANES;
+        const uint8_t* blocks = from + codes(group) + first * BLOCK;
+        const auto* scales = reinterpret_cast<const int8_t*>(from + multipliers(group)) + first * LANES;
+        Bytes counts[NUM_ROWS][BLOCKS];
+#pragma GCC unroll 8
+        for (int r = 0; r < NUM_ROWS; ++r) {
+            const int32_t start = x[r * stride].starts[group];
+#pragma GCC unroll 2
+            for (int b = 0; b < BLOCKS; ++b) counts[r][b] = repeated(start);
+        }
+#pragma GCC unroll 4
+        for (int four = 0; four < FOURS; four += WIDE_FOURS) {
+            Bytes weights[BLOCKS][WIDE_FOURS];
+#pragma GCC unroll 4
+            for (int i = 0; i < BLOCKS * WIDE_FOURS; ++i) {
+                const int b = i / WIDE_FOURS, next = i % WIDE_FOURS;
+                weights[b][next] = unpacked(blocks + b * BLOCK, four + next);
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < NUM_ROWS; ++r) {
+                const int8_t* inputs_at = x[r * stride].codes + (group * FOURS + four) * 4;
+                Register inputs[WIDE_FOURS];
+#pragma GCC unroll 2
+                for (int next = 0; next < WIDE_FOURS; ++next) inputs[next] = repeat_word(load_word(inputs_at + next * 4));
+#pragma GCC unroll 2
+                for (int b = 0; b < BLOCKS; ++b) counts[r][b] = dot_wide_codes(counts[r][b], weights[b], inputs);
+            }
+        }
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; ++b) {
+            const Lanes scale = mul(load(scales + b * LANES), load(factors + b * LANES));
+#pragma GCC unroll 8
+            for (int r = 0; r < NUM_ROWS; ++r) {
+                sums[r][block + b] = fma(to_floats(counts[r][b]), scale, sums[r][block + b]);
+            }
+        }
+    }
+
+    // Multiplies NUM_ROWS rows by PASS blocks of a strip, from block `first` on.
+    template <int NUM_ROWS, int PASS>
     static void sum_steps(const uint8_t* from, int first, int64_t steps, const InputBlock* x, int64_t stride,
                           StripFetch fetch, Lanes (&results)[NUM_ROWS][STRIP_BLOCKS]) {
-        Lanes sums[NUM_ROWS][BLOCKS];
+        Lanes sums[NUM_ROWS][PASS];
 #pragma GCC unroll 8
         for (int r = 0; r < NUM_ROWS; ++r) {
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; ++b) sums[r][b] = zeros();
+            for (int b = 0; b < PASS; ++b) sums[r][b] = zeros();
         }
         for (int64_t step = 0; step < steps; ++step, from += BYTES, ++x) {
             const Lines lines = lines_of<Int6, NUM_ROWS>(fetch, from, step, steps);
-            const auto* factors = reinterpret_cast<const half*>(from) + first * LANES;
             for (int64_t group = 0; group < GROUPS; ++group) {
                 lines.prefetch(group, GROUPS);
-                const uint8_t* blocks = from + codes(group) + first * BLOCK;
-                const auto* scales = reinterpret_cast<const int8_t*>(from + multipliers(group)) + first * LANES;
-                Bytes counts[NUM_ROWS][BLOCKS];
-#pragma GCC unroll 8
-                for (int r = 0; r < NUM_ROWS; ++r) {
-                    const int32_t start = x[r * stride].starts[group];
 #pragma GCC unroll 2
-                    for (int b = 0; b < BLOCKS; ++b) counts[r][b] = repeated(start);
-                }
-#pragma GCC unroll 4
-                for (int four = 0; four < FOURS; four += WIDE_FOURS) {
-                    Bytes weights[BLOCKS][WIDE_FOURS];
-#pragma GCC unroll 4
-                    for (int i = 0; i < BLOCKS * WIDE_FOURS; ++i) {
-                        const int b = i / WIDE_FOURS, next = i % WIDE_FOURS;
-                        weights[b][next] = unpacked(blocks + b * BLOCK, four + next);
-                    }
-#pragma GCC unroll 8
-                    for (int r = 0; r < NUM_ROWS; ++r) {
-                        const int8_t* from = x[r * stride].codes + (group * FOURS + four) * 4;
-                        Register inputs[WIDE_FOURS];
-#pragma GCC unroll 2
-                        for (int next = 0; next < WIDE_FOURS; ++next) inputs[next] = repeat_word(load_word(from + next * 4));
-#pragma GCC unroll 2
-                        for (int b = 0; b < BLOCKS; ++b) counts[r][b] = dot_wide_codes(counts[r][b], weights[b], inputs);
-                    }
-                }
-#pragma GCC unroll 2
-                for (int b = 0; b < BLOCKS; ++b) {
-                    const Lanes scale = mul(load(scales + b * LANES), load(factors + b * LANES));
-#pragma GCC unroll 8
-                    for (int r = 0; r < NUM_ROWS; ++r) sums[r][b] = fma(to_floats(counts[r][b]), scale, sums[r][b]);
+                for (int block = 0; block < PASS; block += BLOCKS) {
+                    add_group<NUM_ROWS, PASS>(from, group, first + block, block, x, stride, sums);
                 }
             }
             if constexpr (HAS_OFFSETS) {
@@ -108,7 +121,7 @@ private:
                 const auto* offset_factors = reinterpret_cast<const half*>(from + OFFSET_FACTORS) + first * LANES;
                 for (int64_t pair = 0; pair < GROUPS / 2; ++pair, offsets += STRIP) {
 #pragma GCC unroll 2
-                    for (int b = 0; b < BLOCKS; ++b) {
+                    for (int b = 0; b < PASS; ++b) {
                         const Lanes offset = mul(load(offsets + b * LANES), load(offset_factors + b * LANES));
 #pragma GCC unroll 8
                         for (int r = 0; r < NUM_ROWS; ++r) {
@@ -121,7 +134,7 @@ private:
 #pragma GCC unroll 8
         for (int r = 0; r < NUM_ROWS; ++r) {
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; ++b) results[r][first + b] = sums[r][b];
+            for (int b = 0; b < PASS; ++b) results[r][first + b] = sums[r][b];
         }
     }
 };

@@ -54,6 +54,10 @@ inline Lines lines_of(StripFetch fetch, const uint8_t* from, int64_t step, int64
             ROWS <= 2 ? 0 : Kind::BYTES / 64};
 }
 
+// Returns the number of blocks that one pass over a strip's steps multiplies. `blocks`: those whose sums fit into registers
+// for any number of rows. With one or two rows a pass reads everything in the order of memory, which CPUs prefetch.
+constexpr int blocks_of_pass(int num_rows, int blocks) { return num_rows <= 2 ? STRIP_BLOCKS : blocks; }
+
 // As `multiply`, for a matrix in strips.
 template <typename Kind>
 void multiply_strips(const Matrix& matrix, const typename Kind::Input* x, int64_t stride, const float* scales,
