@@ -123,11 +123,12 @@ using Bfloat16Input = float;
 
 constexpr int64_t PANEL = 64;      // outputs that one task computes
 constexpr int64_t TASK_ROWS = 96;  // largest number of rows that one task computes
-// TILE_SUMS: blocks of sums that stay in registers: 24 of 32 registers, or 12 of 16, where a block takes two.
+constexpr int TILE_ROWS = 6, TILE_BLOCKS = PANEL / LANES;
+// Blocks of sums that stay in registers: 24 of 32 registers, or 12 of 16, where a block takes two.
 #if defined(__AVX512F__)
-constexpr int TILE_ROWS = 6, TILE_BLOCKS = 4, TILE_SUMS = 24;
+constexpr int TILE_SUMS = 24;
 #else
-constexpr int TILE_ROWS = 6, TILE_BLOCKS = 2, TILE_SUMS = 6;
+constexpr int TILE_SUMS = 6;
 #endif
 
 // Returns how many panels a task of one tile reads in sequence: up to 512 KiB, if that leaves eight tasks or more to each

@@ -70,13 +70,13 @@ inline void emit_tile(const typename Kind::Sums (&sums)[ROWS][TILE_BLOCKS], cons
     }
 }
 
-// Multiplies ROWS rows of inputs with TILE_BLOCKS blocks of outputs: at once, or in passes of one block if registers for all
-// sums are missing.
+// Multiplies ROWS rows of inputs with the blocks of a panel: at once, or in passes of two or one if registers for all sums
+// are missing.
 template <typename Kind, int ROWS>
 inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, const typename Kind::Input* x,
                  int64_t stride, const float* scales, int64_t row, int64_t output, Prefetch prefetch, Emit emit,
                  const void* work) {
-    constexpr int BLOCKS = ROWS * TILE_BLOCKS <= Kind::SUMS ? TILE_BLOCKS : 1;
+    constexpr int BLOCKS = ROWS * TILE_BLOCKS <= Kind::SUMS ? TILE_BLOCKS : ROWS * 2 <= Kind::SUMS ? 2 : 1;
     constexpr int64_t BLOCK = LANES * Kind::GROUP, STEP = PANEL * Kind::GROUP;
     const int64_t groups = (matrix.inputs + Kind::GROUP - 1) / Kind::GROUP;
     x += row * stride;
