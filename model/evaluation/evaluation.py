@@ -79,7 +79,7 @@ def evaluate_checkpoint(
     held_out = {}
     for name, texts in splits.items():
         if texts:
-            report(f"measuring {len(texts):,} held-out documents of {name}")
+            report(f"measuring {len(texts):,} documents of {name}")
             held_out[name] = evaluate(model, tokenizer, texts, max_context_length=max_context_length)
     cloze = {}
     for name, texts in splits.items() if has_cloze else ():

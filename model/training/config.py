@@ -201,8 +201,10 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
         if "start_from" in values:
-            places = values["start_from"]
-            values["start_from"] = tuple(path.parent / p for p in ([places] if isinstance(places, str) else places))
+            places = [values["start_from"]] if isinstance(values["start_from"], str) else values["start_from"]
+            if not isinstance(places, list) or "" in places:
+                raise TypeError
+            values["start_from"] = tuple(path.parent / place for place in places)
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(
             f"recipe {path}: extends and start_from must be paths, model a table, and sources a list of tables with a "

@@ -163,7 +163,7 @@ def _evaluate_unquantized(
     if not splits or (settings.quantize, settings.kv_cache_dtype) == ("none", "auto"):
         return None
     model = _load(settings.model_copy(update={"quantize": "none", "kv_cache_dtype": "auto"}), manifest)
-    _print_progress("measuring the held-out texts without quantization, for comparison")
+    _print_progress("measuring the texts without quantization, for comparison")
     return evaluate_checkpoint(model, tokenizer, splits=splits, max_context_length=length, report=_print_progress)
 
 
@@ -189,7 +189,7 @@ def _print(manifest: Manifest, evaluation: Evaluation, plain: Evaluation | None)
         effect = [f"{held_out.bits_per_byte / before - 1:+.2%}" if before else "–"] if plain else []
         rows.append((name, *counts, *losses, f"{held_out.accuracy:.2%}", *effect))
     change = () if plain is None else ("change by quantization",)
-    _print_table(title, ("held out", "documents", "tokens", "bits/byte", "nats/token", "top-1", *change), rows)
+    _print_table(title, ("texts", "documents", "tokens", "bits/byte", "nats/token", "top-1", *change), rows)
     rows = [(name, f"{num:,}", f"{share:.2%}") for name, (num, share) in evaluation.cloze.items()]
     _print_table(title, ("last word among five", "documents", "accuracy"), rows)
     if evaluation.pairs:

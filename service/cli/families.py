@@ -1,6 +1,7 @@
 """Command `kvasir families`: the supported model families, what each supports, and the date of its parity proof."""
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ _BIASES = tuple({key: True} for key in ("attention_bias", "use_qkv_bias", "use_b
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "gelu_new", "relu")
 _DEFAULT_ROPE = "default"
+_LEGEND = """
+activations: those that a config key can choose; empty: the family has only one
+proved: date of the oldest passed parity test with the transformers library; checks: number of these tests"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +68,7 @@ def main(settings: FamiliesSettings) -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(_LEGEND, file=sys.stderr)
     return 0
 
 

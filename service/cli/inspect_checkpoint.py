@@ -165,7 +165,7 @@ def _sections(settings: InspectSettings, found: Findings) -> dict[str, Rows]:
             (name, f"{size:>13,} bytes" + (f"  SHA-256 {digest[:16]}…" if digest else ""))
             for name, (size, digest) in manifest.files.items()
         ),
-        "training": _flat(manifest.training),
+        "training": _training_rows(manifest.training),
         **issues,
     }
 
@@ -278,6 +278,20 @@ def _token_rows(found: Findings, manifest: Manifest, tokenizer: Tokenizer) -> Ro
             yield name.replace("_", " "), value
 
 
+def _training_rows(training: Mapping[str, Any]) -> Rows:
+    """Yield the work of all runs together, the fields of the last run, and one row for each run before it."""
+    runs = [training]
+    while isinstance(before := runs[-1].get("started_from"), Mapping):
+        runs.append(before)
+    if len(runs) > 1:
+        tokens, seconds = (sum(run.get(name) or 0 for run in runs) for name in ("tokens", "seconds"))
+        yield "all runs", f"{len(runs)}, with {tokens:,} tokens and {seconds / 3600:.1f} hours of steps; the last one:"
+    yield from _flat({name: value for name, value in training.items() if name != "started_from" or len(runs) == 1})
+    for run in runs[1:]:
+        facts = {name: value for name, value in run.items() if not isinstance(value, Mapping | list)}
+        yield ("started_from" if run is runs[1] else "  before it"), _in_words(facts)
+
+
 def _flat(values: Mapping[str, Any]) -> Rows:
     """Yield one row per field of the training record, but one row per item of a field that is a list of mappings."""
     for name, value in values.items():
@@ -298,6 +312,10 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 def _short(value: object) -> str:
     """Format a value of the training record. Hashes, floats and long lists are shortened."""
+    if isinstance(value, Mapping):
+        return f"({_in_words(value)})"
+    if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+        return ", ".join(map(_short, value))
     if isinstance(value, Sequence) and not isinstance(value, str):
         return f"{len(value)} numbers" if len(value) > 8 else str(value)
     if isinstance(value, float):

@@ -1,6 +1,7 @@
 """Command `kvasir train`: train a model on the user's own texts, or by a recipe, and write its checkpoint."""
 
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -89,13 +90,13 @@ def main(settings: TrainSettings) -> int:
         print("\nkvasir train: stopped; run the same command again to continue", file=sys.stderr)
         return INTERRUPTED
     except (OSError, SafetensorError) as error:
-        # The safetensors library reports a full disk only in the text of an error.
-        if "No space left on device" not in str(error):
+        # The safetensors library reports a full disk, or a limit of the user, only in the text of an error.
+        if not any(os.strerror(number) in str(error) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             raise OSError(str(error)) from error
         (run.run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
         raise OSError(
-            f"{run.run_directory}: the disk is full; the last save of the training run is intact; "
-            "free some space, then run the same command to continue"
+            f"{run.run_directory}: the disk is full, or a limit of this user is reached; the last save of the training run "
+            "is intact; free some space, then run the same command to continue"
         ) from error
     except (RuntimeError, MemoryError) as error:
         raise RuntimeError(

@@ -50,6 +50,8 @@ def test_a_list_of_sources_replaces_the_inherited_list(tmp_path: Path) -> None:
         ('extends = "child.toml"', "this recipe extends itself"),
         ('extends = "other.toml"', "child.toml: this recipe extends itself"),
         ('extends = "none.toml"', r"none.toml: No such file or directory; .*child.toml extends it, by a path"),
+        ('extends = "parent.toml"\nstart_from = ""', "child.toml: extends and start_from must be paths, model a table"),
+        ('extends = "parent.toml"\nstart_from = {a = "b"}', "child.toml: extends and start_from must be paths"),
         ("extends = 3", "child.toml: extends and start_from must be paths, model a table"),
         ('extends = "parent.toml"\nmodel = 3', "child.toml: extends and start_from must be paths, model a table"),
         ('extends = "parent.toml"\n[model]\ncolour = 3', "child.toml: unknown model config keys: colour"),

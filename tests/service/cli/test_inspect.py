@@ -76,6 +76,21 @@ def test_training_sources_are_one_row_each(tmp_path: Path, run: Run) -> None:
     assert "{" not in out
 
 
+def test_earlier_training_runs_are_one_row_each(tmp_path: Path, run: Run) -> None:
+    directory = save_tiny_checkpoint(tmp_path / "tiny")
+    first = {"name": "first", "steps": 30, "tokens": 2_000, "seconds": 1800.0, "suite": {"pairs": {"accuracy": 0.5}}}
+    second = {"name": "second", "steps": 20, "tokens": 1_000, "seconds": 5400.0, "started_from": first}
+    suite = {"pairs": {"accuracy": 0.75}, "diversity": [{"temperature": 0.5}, {"temperature": 1.0}]}
+    training = {"steps": 1, "tokens": 100, "seconds": 0.0, "suite": suite, "started_from": second}
+    write_manifest(directory, name="tiny", training=training)
+    code, out, _ = run("--checkpoint", directory)
+    assert code == 0
+    assert "3, with 3,100 tokens and 2.0 hours of steps" in out
+    assert "pairs (accuracy 0.75), diversity (temperature 0.5), (temperature 1)" in out
+    assert re.search(r"started_from +second: steps 20, tokens 1000, seconds 5400\n", out)
+    assert re.search(r"before it +first: steps 30, tokens 2000, seconds 1800\n", out)
+
+
 def test_generation_defaults_are_shown(tmp_path: Path, run: Run) -> None:
     directory = save_tiny_checkpoint(tmp_path / "tiny")
     (directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 5, "num_beams": 4}')

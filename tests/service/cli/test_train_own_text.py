@@ -217,8 +217,9 @@ def test_a_run_is_not_resumed_with_another_text(here: Path, capfd: pytest.Captur
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reason", ["No space left on device (os error 28)", "File too large (os error 27)"])
 def test_a_full_disk_keeps_the_last_save(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], reason: str
 ) -> None:
     assert run("--stop-after", "3") == 0
     before = (here / "runs" / "mine" / "state.safetensors").read_bytes()
@@ -226,14 +227,14 @@ def test_a_full_disk_keeps_the_last_save(
 
         def refuse(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
             path.write_bytes(b"half")
-            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+            raise SafetensorError(f"Error while serializing: I/O error: {reason}")
 
         full.setattr(state, "save_file", refuse)
         capfd.readouterr()
         assert run("--stop-after", "5") == 1
     assert capfd.readouterr().err == (
-        "kvasir train: runs/mine: the disk is full; the last save of the training run is intact; "
-        "free some space, then run the same command to continue\n"
+        "kvasir train: runs/mine: the disk is full, or a limit of this user is reached; the last save of the training run "
+        "is intact; free some space, then run the same command to continue\n"
     )
     assert (here / "runs" / "mine" / "state.safetensors").read_bytes() == before
     assert not (here / "runs" / "mine" / "state.partial").exists()
