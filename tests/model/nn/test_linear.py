@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from model.attention.metadata import AttentionMetadata
-from model.nn.linear import LINEAR_KINDS, Int4Linear, Int8Linear, PackedLinear, can_pack, quantize_rows, replace_linears
+from model.nn.linear import (
+    LINEAR_KINDS,
+    Int4Linear,
+    Int8Linear,
+    PackedLinear,
+    can_pack,
+    int8_sums,
+    quantize_rows,
+    replace_linears,
+)
 from service.engine.scheduling.step_plan import MIN_ROWS
 from tests.model.configs import VARIANTS, build
 
@@ -55,6 +64,15 @@ def test_int8_sums_are_exact_and_scaled_by_row_and_output() -> None:
     assert (rounded * scale_T[:, None] - x_TE).abs().le(scale_T[:, None] * 0.5001).all()
     exact = (rounded.double() @ weights.double().t()) * (scale_T[:, None].double() * scale_F.double()) + bias_F
     torch.testing.assert_close(Int8Linear(weight_FE, bias_F)(x_TE), exact.float())
+
+
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_sums_of_the_largest_products_are_exact(monkeypatch: pytest.MonkeyPatch, has_instructions: bool) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: has_instructions)
+    inputs = 2500
+    numbers = torch.full((3, inputs), -128, dtype=torch.int8)
+    numbers[1] = torch.arange(inputs) % 256 - 128
+    assert torch.equal(int8_sums(numbers, numbers).long(), numbers.long() @ numbers.long().t())
 
 
 def test_int8_is_near_the_product_for_any_other_rows() -> None:
