@@ -73,11 +73,11 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
             )
         match file.text("tokenizer.ggml.model"):
             case "gpt2":
-                values = _byte_level_bpe(file, vocabulary)
+                values = _byte_level_bpe(file, vocabulary, types)
             case "llama":
                 values = _sentencepiece(file, vocabulary, _scored_merges(file, vocabulary, types))
             case "gemma4":
-                values = _sentencepiece(file, vocabulary, _stored_merges(file))
+                values = _sentencepiece(file, vocabulary, _stored_merges(file, vocabulary, types))
             case kind:
                 raise TokenizerError(
                     f"the tokenizer model {kind!r} is not supported; supported are gpt2, llama and gemma4; "
@@ -88,7 +88,7 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
         return tokenizer_from_json(path, values, read_gguf_config(file))
 
 
-def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, Any]:
+def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> dict[str, Any]:
     name = file.text("tokenizer.ggml.pre") or "default"
     if (split := _SPLITS.get(name)) is None:
         raise TokenizerError(f"tokenizer.ggml.pre: {name!r} is not supported; supported are {', '.join(_SPLITS)}")
@@ -101,7 +101,7 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, 
         "model": {
             "type": "BPE",
             "vocab": vocabulary,
-            "merges": _stored_merges(file),
+            "merges": _stored_merges(file, vocabulary, types),
             "ignore_merges": split.whole_first,
         },
         "normalizer": {"type": "NFC"} if split.composes else None,
@@ -110,8 +110,10 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int]) -> dict[str, 
     }
 
 
-def _stored_merges(file: GgufFile) -> list[str]:
+def _stored_merges(file: GgufFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> list[str]:
     merges = file.strings("tokenizer.ggml.merges")
+    if not merges and any(len(token) > 1 and types[number] == _NORMAL for token, number in vocabulary.items()):
+        raise TokenizerError("tokenizer.ggml.merges is missing, so texts have unknown tokens; convert the model again")
     if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
         raise TokenizerError(f"expected two tokens in a merge, not {wrong!r}; convert the model again")
     return merges

@@ -137,6 +137,7 @@ def test_files_beside_the_gguf_file_are_not_read(tmp_path: Path) -> None:
         ({"pre": "unheard"}, "tokenizer.ggml.pre: 'unheard' is not supported; supported are gpt-2, default"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "2 tokens, 1 of them distinct, and 2 types"),
         ({"token_type": [1]}, "and 1 types"),
+        ({"merges": []}, "tokenizer.ggml.merges is missing"),
         ({"merges": ["a b c"]}, "expected two tokens in a merge, not 'a b c'"),
         ({"merges": ["a 北"]}, "the tokenizers library reports an error"),
         ({"add_eos_token": True, "eos_token_id": 3}, "supported are at most one before and none after"),
