@@ -18,11 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from model.checkpoint.conversion.export_hugging_face import export_checkpoint
 from model.checkpoint.manifest import read_manifest
 from tests.e2e.process import Service, serving_anew
 from tests.test_readme import CHECKPOINT, ROOT, URL, shell
 
-RUN = ("curl ", ".venv/bin/kvasir generate --checkpoint checkpoints/kvasir-9m ", ".venv/bin/kvasir eval ")
+_GENERATE = tuple(f".venv/bin/kvasir generate --checkpoint {path} " for path in ("checkpoints/kvasir-9m", "runs/kvasir-hf"))
+RUN = ("curl ", *_GENERATE, ".venv/bin/kvasir eval ")
 INSPECT = ".venv/bin/kvasir inspect attention "
 _COMMAND = re.compile(r"^\$ (?P<command>(?:.*\\\n)*.*[^\\\n])\n(?P<output>(?:(?!\$ |```).*\n)+)", re.M)
 _PAGES = ("README.md", "docs/api.md", "docs/evaluation.md", "docs/inspect.md")
@@ -164,9 +166,12 @@ def main() -> None:
 
 
 def renew(service: Service, directory: Path) -> None:
+    exported = directory / "kvasir-hf"
+    export_checkpoint(CHECKPOINT, exported)
+
     def run(command: str) -> str:
         sys.stderr.write(f"$ {command}\n")
-        return shell(command, service.url)
+        return shell(command.replace("runs/kvasir-hf", str(exported)), service.url)
 
     def evaluate(most: int, *flags: str) -> dict[str, Any]:
         texts = "--texts tinystories=tests/data/tinystories_valid.jsonl.xz --texts aesop=tests/data/aesop.txt"
