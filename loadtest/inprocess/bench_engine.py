@@ -131,7 +131,8 @@ def make_points(
             )
     if not points:
         raise ValueError(
-            f"--steps {arguments.steps} does not fit the model's context of {max_context_tokens} tokens; choose fewer"
+            f"--steps {arguments.steps} at --context {' '.join(map(str, arguments.context))} does not fit the model's "
+            f"context of {max_context_tokens} tokens; choose other --context or --steps"
         )
     for prompt in arguments.prompt_tokens:
         if prompt < max_context_tokens:

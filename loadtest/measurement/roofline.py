@@ -115,7 +115,15 @@ class Roofline:
         self, weight_type: str, device: str, read_bytes: int | None = None, sides: Sequence[int] | None = None
     ) -> None:
         self._array = torch.ones((read_bytes or _READ_BYTES) // 4, dtype=torch.float32, device=device)
-        self._products = [(2 * side**3, way) for side in sides or _SIDES for way in products(weight_type, side, device)]
+        sides = sides or _SIDES
+        seconds = [_best_seconds(way) for way in products(weight_type, sides[0], device)]
+        # Ways that are much slower are not the limit, and would take minutes.
+        self._products = [
+            (2 * side**3, way)
+            for side in sides
+            for way, needed in zip(products(weight_type, side, device), seconds, strict=True)
+            if needed <= 2 * min(seconds)
+        ]
 
     @torch.inference_mode()
     def probe(self) -> Machine:
@@ -127,24 +135,26 @@ class Roofline:
 def products(weight_type: str, side: int, device: str) -> list[Callable[[], torch.Tensor]]:
     """Return functions that multiply two matrices of `weight_type`, one per way to do it. All integers run as int8.
 
-    A CPU may widen 16-bit numbers to float32 on the way, which is the fastest without instructions for them.
+    A CPU may widen numbers of at most 16 bits to float32, which is the fastest without instructions for them.
     """
+    x_MK, weight_NK = torch.randn(2, side, side, device=device).unbind()
+    ways: list[Callable[[], torch.Tensor]] = []
+    if device == "cpu" and weight_type != "float64":
+        ways.append(lambda: torch.nn.functional.linear(x_MK, weight_NK))
     if weight_type in ("int8", "int6", "int4"):
         ints_MK, ints_NK = torch.randint(-127, 128, (2, side, side), device=device).to(torch.int8).unbind()
-        return [lambda: torch._int_mm(ints_MK, ints_NK.t())]
+        return [*ways, lambda: torch._int_mm(ints_MK, ints_NK.t())]
     if weight_type == "fp8":
-        x_MK, weight_NK = torch.randn(2, side, side, device=device).to(torch.float8_e4m3fn).unbind()
+        narrow_MK, narrow_NK = x_MK.to(torch.float8_e4m3fn), weight_NK.to(torch.float8_e4m3fn)
         ones_M1, ones_1N = torch.ones(side, 1, device=device), torch.ones(1, side, device=device)
-        return [lambda: torch._scaled_mm(x_MK, weight_NK.t(), ones_M1, ones_1N, out_dtype=torch.bfloat16)]
+        return [*ways, lambda: torch._scaled_mm(narrow_MK, narrow_NK.t(), ones_M1, ones_1N, out_dtype=torch.bfloat16)]
     dtype: torch.dtype = getattr(torch, weight_type)
-    x_MK, weight_NK = torch.randn(2, side, side, device=device).to(dtype).unbind()
-    ways: list[Callable[[], torch.Tensor]] = [lambda: torch.nn.functional.linear(x_MK, weight_NK)]
+    typed_MK, typed_NK = x_MK.to(dtype), weight_NK.to(dtype)
+    if dtype != torch.float32 or not ways:
+        ways.append(lambda: torch.nn.functional.linear(typed_MK, typed_NK))
     if can_pack(device, dtype):
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight_NK, None)
-        ways.append(lambda: torch.ops.mkldnn._linear_pointwise(x_MK, packed, None, "none", [], ""))
-    if device == "cpu" and dtype.itemsize == 2:
-        wide_MK, wide_NK = x_MK.float(), weight_NK.float()
-        ways.append(lambda: torch.nn.functional.linear(wide_MK, wide_NK))
+        packed = torch.ops.mkldnn._reorder_linear_weight(typed_NK, None)
+        ways.append(lambda: torch.ops.mkldnn._linear_pointwise(typed_MK, packed, None, "none", [], ""))
     return ways
 
 

@@ -109,7 +109,7 @@ def test_a_random_checkpoint_is_complete_and_its_tokens_are_text(
     [
         (["--context", "129"], "--context 129 leaves no prompt tokens, or exceeds the model's context of 128"),
         (["--context", "8", "--steps", "20"], "--steps 20 at --context 8 leaves no prompt tokens"),
-        (["--steps", "128"], "--steps 128 does not fit the model's context of 128 tokens"),
+        (["--steps", "128"], "does not fit the model's context of 128 tokens; choose other --context or --steps"),
         (["--prompt-tokens", "128"], "--prompt-tokens 128 must be below the model's context, 128 tokens"),
         (["--batch", "65"], "--batch 65 exceeds --max-num-running; add -- --max-num-running 65"),
         (["--batch", "0"], "--batch: each number must be at least 1"),

@@ -90,10 +90,13 @@ echo '|     3 |      4 |    2 |     14 |    0.250 |    24.00 |    1.600 |     5.
 """
 
 
+@pytest.mark.parametrize("output", ["1", "2"])
 @pytest.mark.parametrize(("output_tokens", "rate"), [(5, 2 * 4 / 1.6), (1, 2 * 3 / 0.25)])
-def test_the_driver_of_llama_cpp_reads_the_printed_table(tmp_path: Path, output_tokens: int, rate: float) -> None:
+def test_the_driver_of_llama_cpp_reads_the_printed_table(
+    tmp_path: Path, output_tokens: int, rate: float, output: str
+) -> None:
     bench = tmp_path / "bench"
-    bench.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\ntouch llama.log\n{TABLE}')
+    bench.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/flags\ntouch llama.log\nexec >&{output}{TABLE}')
     bench.chmod(0o755)
     module = "loadtest.peers.drivers.llama_cpp_engine"
     driver = DriverProcess([sys.executable, "-m", module, str(bench), "model.gguf", "2", "--run-time-repack"], {})
@@ -104,7 +107,7 @@ def test_the_driver_of_llama_cpp_reads_the_printed_table(tmp_path: Path, output_
         assert flags[flags.index("-npp") : -1] == ["-npp", "3", "-ntg", str(max(1, output_tokens - 1)), "-npl", "2"]
         assert flags[-1] == "--run-time-repack"
         assert not (engines.ROOT / "llama.log").exists()
-        bench.write_text("#!/bin/sh\necho no model here >&2\nexit 3\n")
+        bench.write_text("#!/bin/sh\nprintf 'no model here \\304' >&2\nexit 3\n")
         with pytest.raises(MeasurementFailed, match="failed with exit code 3: 'no model here"):
             driver.measure(made, [[1, 2, 3]])
     finally:

@@ -1,6 +1,7 @@
 """Roofline: probes of every weight type, and bytes and FLOPs of a step compared with sums computed by hand."""
 
 import dataclasses
+import time
 
 import pytest
 import torch
@@ -26,9 +27,14 @@ def test_a_probe_measures_both_limits(weight_type: str) -> None:
 
 @pytest.mark.parametrize(
     ("weight_type", "dtypes"),
-    [("float32", {torch.float32}), ("float64", {torch.float64}), ("bfloat16", {torch.bfloat16, torch.float32})],
+    [
+        ("float32", {torch.float32}),
+        ("float64", {torch.float64}),
+        ("bfloat16", {torch.bfloat16, torch.float32}),
+        ("int8", {torch.float32}),
+    ],
 )
-def test_the_peak_is_measured_in_the_requested_type_and_for_16_bits_also_in_float32(
+def test_the_peak_is_measured_in_the_requested_type_and_in_float32(
     monkeypatch: pytest.MonkeyPatch, weight_type: str, dtypes: set[torch.dtype]
 ) -> None:
     seen: list[torch.dtype] = []
@@ -41,6 +47,20 @@ def test_the_peak_is_measured_in_the_requested_type_and_for_16_bits_also_in_floa
     monkeypatch.setattr(torch.nn.functional, "linear", spy)
     Roofline(weight_type, "cpu").probe()
     assert set(seen) == dtypes
+
+
+def test_ways_that_are_much_slower_are_tried_only_on_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofline, "_SIDES", (32, 64))
+    sizes: list[int] = []
+
+    def slow(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(x_MK))
+        time.sleep(0.05)
+        return x_MK
+
+    monkeypatch.setattr(torch, "_int_mm", slow)
+    Roofline("int8", "cpu").probe()
+    assert set(sizes) == {32}
 
 
 # Two layers of 32, 4 query and 2 key/value heads of 8, MLP 64, and a vocabulary of 100 that is tied.

@@ -27,8 +27,9 @@ def measure(prompts: Prompts, output_tokens: int) -> Wave:
     command += ["-npp", str(length), "-ntg", str(steps), "-npl", str(sequences), *flags]
     for _ in range(3):  # llama-batched-bench sometimes exits with 0 and no output
         with tempfile.TemporaryDirectory() as directory:  # ik_llama.cpp writes a log into its directory
-            done = subprocess.run(command, capture_output=True, text=True, cwd=directory)
-        rows = [line.strip(" |").split("|") for line in done.stdout.splitlines() if line.startswith("|")]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", cwd=directory)
+        lines = (done.stdout + done.stderr).splitlines()  # ik_llama.cpp prints the table to standard error
+        rows = [line.strip(" |").split("|") for line in lines if line.startswith("|")]
         times = [row for row in rows if len(row) == _NUM_COLUMNS and row[0].strip().isdigit()]
         if times or done.returncode:
             break
