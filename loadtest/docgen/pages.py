@@ -38,6 +38,7 @@ NAMES: Final = (
     "default_gguf",
     "models",
     "peers",
+    "models_avx2",
     "latency",
 )
 _PLACEHOLDER = re.compile(
@@ -91,6 +92,7 @@ def performance_page(results: Mapping[str, Any]) -> str:
     service, frontend = results["service"], results["frontend"]["levels"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
+    avx2_pairs = [pair for row in results["models_avx2"]["cells"] for pair in compared_pairs(row)]
     peer_facts = _peer_facts(results["models"], results["peers"], (results["defaults"], results["default_gguf"]))
     facts = {
         **results,
@@ -113,6 +115,11 @@ def performance_page(results: Mapping[str, Any]) -> str:
         "chunk_limits": points,
         "slowdown_limits": [point for point in points if point["prompt_slowdown"] is not None],
         **peer_facts,
+        "avx2_pairs": {
+            "engine": [pair for pair in avx2_pairs if pair["kind"] != "http"],
+            "http": [pair for pair in avx2_pairs if pair["kind"] == "http"],
+        },
+        "avx2_engines": _engines(results["models_avx2"]["peers"]),
         "leading_head": peer_facts["leading_pairs"][:1],
     }
     return fill(Path(__file__).with_name("performance_template.md").read_text(encoding="utf-8"), facts)
@@ -141,15 +148,19 @@ def _peer_facts(
         "leading_pairs": [pair for pair in best if pair["shape"] in _LEADING],
         "pairs": {kind: [pair for pair in every if pair["kind"] == kind] for kind in _KINDS},
         "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],
-        "engines": [
-            {
-                "name": name,
-                "pins": ", ".join(peer["pins"]),
-                "note": f"**not available here:** {peer['unavailable']}" if peer["unavailable"] else peer["note"],
-            }
-            for name, peer in (peers["peers"] | models["peers"]).items()
-        ],
+        "engines": _engines(peers["peers"] | models["peers"]),
     }
+
+
+def _engines(peers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
+    return [
+        {
+            "name": name,
+            "pins": ", ".join(peer["pins"]),
+            "note": f"**not available here:** {peer['unavailable']}" if peer["unavailable"] else peer["note"],
+        }
+        for name, peer in peers.items()
+    ]
 
 
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
