@@ -23,8 +23,8 @@ from model.checkpoint.manifest import read_manifest
 from tests.e2e.process import Service, serving_anew
 from tests.test_readme import CHECKPOINT, ROOT, URL, shell
 
-_GENERATE = tuple(f".venv/bin/kvasir generate --checkpoint {path} " for path in ("checkpoints/kvasir-9m", "runs/kvasir-hf"))
-RUN = ("curl ", *_GENERATE, ".venv/bin/kvasir eval ")
+_GENERATE = ".venv/bin/kvasir generate --checkpoint "
+RUN = ("curl ", f"{_GENERATE}checkpoints/kvasir-9m ", f"{_GENERATE}runs/kvasir-hf ", ".venv/bin/kvasir eval ")
 INSPECT = ".venv/bin/kvasir inspect attention "
 _COMMAND = re.compile(r"^\$ (?P<command>(?:.*\\\n)*.*[^\\\n])\n(?P<output>(?:(?!\$ |```).*\n)+)", re.M)
 _PAGES = ("README.md", "docs/api.md", "docs/evaluation.md", "docs/inspect.md")

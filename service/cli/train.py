@@ -95,8 +95,8 @@ def main(settings: TrainSettings) -> int:
             raise OSError(str(error)) from error
         (run.run_directory / "state.partial").unlink(missing_ok=True)  # an incomplete save is useless and takes space
         raise OSError(
-            f"{run.run_directory}: the disk is full, or a limit of this user is reached; the last save of the training run "
-            "is intact; free some space, then run the same command to continue"
+            f"{run.run_directory}: the disk is full, or a limit of this user is reached; the last save of the training "
+            "run is intact; free some space, then run the same command to continue"
         ) from error
     except (RuntimeError, MemoryError) as error:
         raise RuntimeError(

@@ -233,8 +233,8 @@ def test_a_full_disk_keeps_the_last_save(
         capfd.readouterr()
         assert run("--stop-after", "5") == 1
     assert capfd.readouterr().err == (
-        "kvasir train: runs/mine: the disk is full, or a limit of this user is reached; the last save of the training run "
-        "is intact; free some space, then run the same command to continue\n"
+        "kvasir train: runs/mine: the disk is full, or a limit of this user is reached; the last save of the training "
+        "run is intact; free some space, then run the same command to continue\n"
     )
     assert (here / "runs" / "mine" / "state.safetensors").read_bytes() == before
     assert not (here / "runs" / "mine" / "state.partial").exists()
