@@ -17,7 +17,7 @@ from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight, Store
 from model.nn.matrix_kinds import matrix_kind
 from model.nn.transformer import Transformer
 
-_EXACT_INPUTS = 1024  # products of so many pairs of numbers up to 128 have an exact sum in float32
+_EXACT_INPUTS = 1024  # of int8 products whose float32 sums are exact
 _TINY = 1e-30  # keeps the scale of a row of zeros from being zero
 
 
