@@ -113,7 +113,9 @@ def _byte_level_bpe(file: GgufFile, vocabulary: Mapping[str, int], types: Sequen
 def _stored_merges(file: GgufFile, vocabulary: Mapping[str, int], types: Sequence[float]) -> list[str]:
     merges = file.strings("tokenizer.ggml.merges")
     if not merges and any(len(token) > 1 and types[number] == _NORMAL for token, number in vocabulary.items()):
-        raise TokenizerError("tokenizer.ggml.merges is missing, so texts have unknown tokens; convert the model again")
+        raise TokenizerError(
+            "tokenizer.ggml.merges is missing, so texts would be cut into bytes; convert the model again"
+        )
     if wrong := next((merge for merge in merges if merge.count(" ") != 1), None):
         raise TokenizerError(f"expected two tokens in a merge, not {wrong!r}; convert the model again")
     return merges

@@ -1,7 +1,7 @@
 """Roofline: probes of every weight type, and bytes and FLOPs of a step compared with sums computed by hand."""
 
 import dataclasses
-import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,16 +51,21 @@ def test_the_peak_is_measured_in_the_requested_type_and_in_float32(
 
 def test_ways_that_are_much_slower_are_tried_only_on_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "_SIDES", (32, 64))
-    sizes: list[int] = []
+    slow: list[int] = []  # sizes of the products by torch._int_mm
 
-    def slow(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
-        sizes.append(len(x_MK))
-        time.sleep(0.05)
+    def multiply(x_MK: torch.Tensor, weight_KN: torch.Tensor) -> torch.Tensor:
+        slow.append(len(x_MK))
         return x_MK
 
-    monkeypatch.setattr(torch, "_int_mm", slow)
-    Roofline("int8", "cpu").probe()
-    assert set(sizes) == {32}
+    def seconds(work: Callable[[], object]) -> float:
+        before = len(slow)
+        work()
+        return 1.0 if len(slow) == before else 3.0
+
+    monkeypatch.setattr(torch, "_int_mm", multiply)
+    monkeypatch.setattr(roofline, "_best_seconds", seconds)
+    assert Roofline("int8", "cpu").probe().flops_per_second == 2 * 64**3
+    assert slow == [32]
 
 
 # Two layers of 32, 4 query and 2 key/value heads of 8, MLP 64, and a vocabulary of 100 that is tied.
