@@ -35,6 +35,7 @@ class SourceConfig:
     held_out: share (0 to 1) of the documents that are held out for evaluation, chosen by the hash of their text.
     held_out_ids: "id" of each further document to hold out, such as a whole book.
     attribution: text that the licence requires in the model card. chat_repeats: as `repeats`, for the chat phase.
+    as_text: in the chat phase too, a conversation is plain text, its transcript.
     """
 
     name: str
@@ -45,6 +46,7 @@ class SourceConfig:
     held_out_ids: _Texts = ()
     attribution: str = ""
     chat_repeats: _Repeats = 0.0
+    as_text: bool = False
 
     def __post_init__(self) -> None:
         _convert_fields(self)
@@ -68,6 +70,7 @@ class TrainConfig:
         special tokens.
     dropout: dropout rate on the output of attention and MLP.
     repetition_steps: number of last steps that also train against loops, see `OwnCompletions`; needs mask_documents.
+    repetition_interval: of these steps, only every n-th trains against loops.
     average_steps: the checkpoint has the mean of the weights after each of the last N steps (Kaddour 2022, arXiv
         2209.14981), where N is this number; 0: the weights after the last step.
     start_from: Kvasir checkpoints. The run starts from the mean of their weights (Wortsman et al. 2022, arXiv
@@ -96,6 +99,7 @@ class TrainConfig:
     chat_steps: _Number = 0
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     repetition_steps: _Number = 0
+    repetition_interval: _Size = 1
     average_steps: _Number = 0
     start_from: tuple[Path, ...] = ()
 

@@ -100,9 +100,9 @@ class Corpus:
         ids: list[Ids] = [np.zeros(0, dtype=np.uint16)]
         trained = [np.zeros(0, dtype=np.bool_)]
         for document in source.train if repeats else []:
-            if chat and document.turns == ():
+            if chat and document.turns == () and not source.config.as_text:
                 continue
-            if chat and document.turns:
+            if chat and document.turns and not source.config.as_text:
                 token_ids, targets = encode_conversation(self.tokenizer, document.turns)
             else:
                 token_ids = [bos, *self.tokenizer.encode(document.text), bos]

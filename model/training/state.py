@@ -24,7 +24,10 @@ RUN_FILES = (STATE_FILE, "state.partial", LOG_FILE, "log.partial", "lock")
 _LENGTHS = ("steps", "decay_steps", "chat_steps", "average_steps")
 # Values that the saved steps do not depend on. The lengths may change until the learning rate decays, or the chat steps
 # or the mean of the weights begin, by the saved or the new config.
-_CHANGEABLE = ("checkpoint_minutes", "evaluate_every", "sample_prompts", "description", "repetition_steps", *_LENGTHS)
+_CHANGEABLE = (
+    "checkpoint_minutes", "evaluate_every", "sample_prompts", "description", "repetition_steps", "repetition_interval",
+    *_LENGTHS,
+)  # fmt: skip
 _LINE_SECONDS = 10.0  # between two progress lines
 _SMOOTHING = 20  # steps over which the training loss of a progress line is smoothed
 _WINDOW_SECONDS = 60.0  # window over which the speed is measured

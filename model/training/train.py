@@ -263,7 +263,8 @@ class Trainer:
         with torch.autocast(self.settings.device, dtype=torch.bfloat16, enabled=is_bfloat16):
             loss = self._loss(batch.inputs_T, batch.targets_T, metadata)
         loss.backward()
-        if self._own is not None and self.step >= self.config.steps - self.config.repetition_steps:
+        since = self.step - (self.config.steps - self.config.repetition_steps)
+        if self._own is not None and since >= 0 and since % self.config.repetition_interval == 0:
             self._train_against_loops(self._own.batch(batch, self.step))
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip)
         self.optimizers.step(rate_factor(self.step, self.config))
