@@ -18,6 +18,7 @@ from model.config_enums import SCORED_POSITIONS, AttentionKind, check_keys
 
 _ADVICE = "give a recipe, such as model/training/configs/tales.toml; see docs/training.md"
 MAX_NAME_CHARACTERS = 200  # the name is a directory name, and the manifest has this limit
+_REPEATS = ("repeats", "chat_repeats")  # values of sources that a recipe may also set in a table
 _OF_SOURCES = ("sources", "description", "sample_prompts")  # the last two describe the texts of the sources
 # Upper limits: the largest seed of a generator, and for real numbers a value far above any use, safe in float32.
 _Size = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -50,6 +51,11 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         _convert_fields(self)
+
+    @property
+    def is_used(self) -> bool:
+        """True if documents of the source are trained on or held out."""
+        return bool(self.repeats or self.chat_repeats or self.held_out or self.held_out_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +176,9 @@ def load_train_config(path: Path) -> TrainConfig:
     """Read a TOML recipe. With `extends = "other.toml"`, the recipe inherits the values of the other recipe.
 
     The keys of both `[model]` tables are merged. Any other value, also the list of sources, replaces the inherited one.
-    A recipe with its own sources does not inherit `description` and `sample_prompts`, which describe the sources.
+    A recipe with its own sources does not inherit `description` and `sample_prompts`, which describe the sources. The
+    tables `[repeats]` and `[chat_repeats]` set these values of sources, by name. Sources that are neither trained on
+    nor held out are left out.
 
     Raises:
         ValueError: a file cannot be read or extends itself, a key is unknown or missing, or a value is unusable.
@@ -181,7 +189,8 @@ def load_train_config(path: Path) -> TrainConfig:
         sources = values.pop("sources")
         for entry in sources:
             check_keys(SourceConfig, entry, "source")
-        values = {"sample_prompts": (), **values, "model": model, "sources": tuple(SourceConfig(**s) for s in sources)}
+        used = tuple(source for entry in sources if (source := SourceConfig(**entry)).is_used)
+        values = {"sample_prompts": (), **values, "model": model, "sources": used}
         check_keys(TrainConfig, values, "recipe")
         return TrainConfig(**values)
     except KeyError as error:
@@ -204,6 +213,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         values = {**values, "model": {**values["model"]}} if "model" in values else values
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
+        repeats = {key: dict(values.pop(key, {})) for key in _REPEATS}
         if "start_from" in values:
             places = [values["start_from"]] if isinstance(values["start_from"], str) else values["start_from"]
             if not isinstance(places, list) or "" in places:
@@ -211,19 +221,25 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
             values["start_from"] = tuple(path.parent / place for place in places)
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(
-            f"recipe {path}: extends and start_from must be paths, model a table, and sources a list of tables with a "
-            "path each"
+            f"recipe {path}: extends and start_from must be paths, model, repeats and chat_repeats tables, and "
+            "sources a list of tables with a path each"
         ) from error
     except OSError as error:
         raise ValueError(f"recipe {path}: {error.strerror}; {advice}") from error
     except ValueError as error:  # includes invalid TOML and invalid UTF-8
         raise ValueError(f"recipe {path}: {error}") from error
-    if extended is None:
-        return values
-    inherited = _read(extended, (*extended_by, path.resolve()))
-    if "sources" in values:
-        inherited = {key: value for key, value in inherited.items() if key not in _OF_SOURCES}
-    return inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
+    if extended is not None:
+        inherited = _read(extended, (*extended_by, path.resolve()))
+        if "sources" in values:
+            inherited = {key: value for key, value in inherited.items() if key not in _OF_SOURCES}
+        values = inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
+    sources = {entry.get("name"): entry for entry in values.get("sources", ())}
+    for key, numbers in repeats.items():
+        for name, number in numbers.items():
+            if name not in sources:
+                raise ValueError(f"recipe {path}: {key} names {name!r}, but no source has this name; correct the name")
+            sources[name][key] = number
+    return values
 
 
 def write_recipe(path: Path, config: TrainConfig) -> None:

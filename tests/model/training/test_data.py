@@ -1,15 +1,21 @@
 """Corpora: reading, splitting, and no held-out text in training."""
 
+import dataclasses
 import json
 import lzma
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from model.config import ModelConfig
 from model.training.config import SourceConfig
-from model.training.corpus import RUN_WORDS, Document, TextSource, Turn, leave_out_held_out, read_source
+from model.training.corpus import RUN_WORDS, Document, TextSource, Turn, leave_out_held_out, read_corpus, read_source
+from model.training.data.batches import UNTRAINED
+from tests.model.configs import ROTARY
+from tests.model.training.test_train import config, dialogues
 
 WORDS = [f"w{number}" for number in range(4)]
 
@@ -144,3 +150,17 @@ def test_an_error_names_the_unusable_corpus(tmp_path: Path, name: str, content: 
     with pytest.raises(ValueError, match=message) as caught:
         read_source(source_config(tmp_path / name))
     assert name in str(caught.value)
+
+
+def test_a_source_as_text_has_transcripts_in_the_chat_phase(tmp_path: Path) -> None:
+    source = dialogues(tmp_path)
+    marked = {"vocab_size": 322, "model": ModelConfig.from_dict({**ROTARY, "vocab_size": 322}), "chat_steps": 30}
+    phases = {}
+    for name in ("messages", "as_text"):
+        chosen = dataclasses.replace(source, as_text=name == "as_text")
+        corpus = read_corpus(config(sources=(chosen,), **marked), tmp_path / name, lambda text: None)
+        phases[name] = np.concatenate([corpus.chat.batch(number).targets_T.numpy() for number in range(3)])
+    decoded = corpus.tokenizer.decode(phases["as_text"].tolist())
+    assert "User: Tell me a fable.\nAssistant: " in decoded
+    assert "<|im_start|>" not in decoded
+    assert ((phases["messages"] == UNTRAINED).any(), (phases["as_text"] == UNTRAINED).any()) == (True, False)

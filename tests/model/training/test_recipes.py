@@ -44,16 +44,34 @@ def test_a_list_of_sources_replaces_the_inherited_list(tmp_path: Path) -> None:
     assert load_train_config(said).sample_prompts == ("A",)
 
 
+def test_a_recipe_sets_the_repeats_of_inherited_sources_and_leaves_out_unused_ones(tmp_path: Path) -> None:
+    write(tmp_path / "parent.toml", (CONFIGS / "kvasir-base.toml").read_text())
+    tables = "[repeats]\ntinystories = 5\nstorybooks = 0\n[chat_repeats]\ntools = 0.5\ngreetings = 0\n"
+    parent = {s.name: s for s in load_train_config(tmp_path / "parent.toml").sources}
+    made = {
+        s.name: s
+        for s in load_train_config(write(tmp_path / "child.toml", f'extends = "parent.toml"\n{tables}')).sources
+    }
+    assert (parent["tinystories"].repeats, made["tinystories"].repeats, made["tools"].chat_repeats) == (2, 5, 0.5)
+    assert made["simplewiki"] == parent["simplewiki"]
+    # The picture books still have held-out documents. The greetings have none.
+    assert made["storybooks"].repeats == 0
+    assert ("tools" in parent, "greetings" in parent, "greetings" in made) == (False, True, False)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('extends = "parent.toml"\nrepeats = 2', "child.toml: .* repeats and chat_repeats tables"),
+        ('extends = "parent.toml"\n[repeats]\nwiki = 2', "child.toml: repeats names 'wiki', but no source has this"),
+        ('extends = "parent.toml"\n[chat_repeats]\ntinystories = -1', "child.toml: chat_repeats: "),
         ('extends = "child.toml"', "this recipe extends itself"),
         ('extends = "other.toml"', "child.toml: this recipe extends itself"),
         ('extends = "none.toml"', r"none.toml: No such file or directory; .*child.toml extends it, by a path"),
-        ('extends = "parent.toml"\nstart_from = ""', "child.toml: extends and start_from must be paths, model a table"),
+        ('extends = "parent.toml"\nstart_from = ""', "child.toml: extends and start_from must be paths, model, "),
         ('extends = "parent.toml"\nstart_from = {a = "b"}', "child.toml: extends and start_from must be paths"),
-        ("extends = 3", "child.toml: extends and start_from must be paths, model a table"),
-        ('extends = "parent.toml"\nmodel = 3', "child.toml: extends and start_from must be paths, model a table"),
+        ("extends = 3", "child.toml: extends and start_from must be paths, model, "),
+        ('extends = "parent.toml"\nmodel = 3', "child.toml: extends and start_from must be paths, model, "),
         ('extends = "parent.toml"\n[model]\ncolour = 3', "child.toml: unknown model config keys: colour"),
         (
             'extends = "parent.toml"\n[[sources]]\nname = "x"',

@@ -13,7 +13,7 @@ from model.config import ModelConfig
 from model.sampling.params import SamplingParams
 from model.tokenizer.byte_level import load_native
 from model.training.data.batches import UNTRAINED
-from model.training.repetition import repeated_targets, unlikelihood
+from model.training.repetition import OwnCompletions, repeated_targets, unlikelihood
 from model.training.train import train
 from service.engine.engine import complete_batch
 from tests.model.configs import ROTARY
@@ -52,3 +52,11 @@ def test_a_model_trained_against_loops_repeats_less(tmp_path: Path) -> None:
         targets = [t for ids, new in zip(prompts, said, strict=True) for t in repeated_targets(ids, new)]
         shares[run] = sum(target != UNTRAINED for target in targets) / len(targets)
     assert shares["trained"] < 0.95 * shares["plain"]
+
+
+def test_only_every_few_steps_train_against_loops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(OwnCompletions, "batch", lambda own, batch, step: seen.append(step))
+    chosen = config(mask_documents=True, steps=10, decay_steps=2, repetition_steps=7, repetition_interval=3)
+    train(chosen, settings(tmp_path), lambda text: None, complete=no_completions)
+    assert seen == [3, 6, 9]
