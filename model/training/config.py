@@ -213,7 +213,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         values = {**values, "model": {**values["model"]}} if "model" in values else values
         for entry in values.get("sources", ()):
             entry["path"] = path.parent / entry["path"]
-        repeats = {key: dict(values.pop(key, {})) for key in _REPEATS}
+        repeats = {key: {**values.pop(key, {})} for key in _REPEATS}
         if "start_from" in values:
             places = [values["start_from"]] if isinstance(values["start_from"], str) else values["start_from"]
             if not isinstance(places, list) or "" in places:

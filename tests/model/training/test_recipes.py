@@ -62,7 +62,7 @@ def test_a_recipe_sets_the_repeats_of_inherited_sources_and_leaves_out_unused_on
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('extends = "parent.toml"\nrepeats = 2', "child.toml: .* repeats and chat_repeats tables"),
+        ('extends = "parent.toml"\nrepeats = "2"', "child.toml: .* repeats and chat_repeats tables"),
         ('extends = "parent.toml"\n[repeats]\nwiki = 2', "child.toml: repeats names 'wiki', but no source has this"),
         ('extends = "parent.toml"\n[chat_repeats]\ntinystories = -1', "child.toml: chat_repeats: "),
         ('extends = "child.toml"', "this recipe extends itself"),
