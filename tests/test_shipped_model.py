@@ -85,7 +85,8 @@ def test_the_manifest_and_the_card_name_the_runs_that_the_weights_come_from() ->
             config.steps * config.tokens_per_step,
         )
         read = f"{run['tokens'] / 1e6:.1f} million" if run["tokens"] >= 1e5 else f"{run['tokens']:,}"
-        assert f"a run of {run['steps']:,} steps ({read} tokens" in card
+        steps = "1 step" if run["steps"] == 1 else f"{run['steps']:,} steps"
+        assert f"a run of {steps} ({read} tokens" in card
         assert f"commit `{run['commit'][:12]}`). " in card
         tokens += run["tokens"]
     assert f"{tokens / 1e6:.1f} million tokens in all." in card

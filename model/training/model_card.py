@@ -131,7 +131,9 @@ def _start(config: TrainConfig, training: Mapping[str, Any]) -> Iterator[str]:
                 *([f"{duration(start['seconds'])} of steps"] if "seconds" in start else []),
                 *([f"commit `{start['commit'][:12]}`"] if "commit" in start else []),
             ]
-            run = f"a run of {start['steps']:,} steps" if "steps" in start else f"a checkpoint named {start['name']}"
+            run = f"a checkpoint named {start['name']}"
+            if "steps" in start:
+                run = f"a run of {start['steps']:,} step{'' if start['steps'] == 1 else 's'}"
             mean = "a mean of weights, first those" if len(config.start_from) > 1 else "the weights"
             began = "That one started from the weights" if number else f"Starts from {mean}"
             sentences.append(f"{began} of {run}" + (f" ({', '.join(figures)})." if figures else "."))
