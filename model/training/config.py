@@ -233,7 +233,7 @@ def _read(path: Path, extended_by: tuple[Path, ...]) -> dict[str, Any]:
         if "sources" in values:
             inherited = {key: value for key, value in inherited.items() if key not in _OF_SOURCES}
         values = inherited | values | {"model": inherited.get("model", {}) | values.get("model", {})}
-    sources = {entry.get("name"): entry for entry in values.get("sources", ())}
+    sources = {str(entry.get("name")): entry for entry in values.get("sources", ())}
     for key, numbers in repeats.items():
         for name, number in numbers.items():
             if name not in sources:

@@ -100,10 +100,11 @@ class Corpus:
         ids: list[Ids] = [np.zeros(0, dtype=np.uint16)]
         trained = [np.zeros(0, dtype=np.bool_)]
         for document in source.train if repeats else []:
-            if chat and document.turns == () and not source.config.as_text:
+            turns = document.turns if chat and not source.config.as_text else None
+            if turns == ():
                 continue
-            if chat and document.turns and not source.config.as_text:
-                token_ids, targets = encode_conversation(self.tokenizer, document.turns)
+            if turns:
+                token_ids, targets = encode_conversation(self.tokenizer, turns)
             else:
                 token_ids = [bos, *self.tokenizer.encode(document.text), bos]
                 targets = [True] * len(token_ids)

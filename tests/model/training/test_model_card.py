@@ -115,7 +115,7 @@ def test_measured_metrics_are_rows_of_tables(tmp_path: Path) -> None:
 
 
 def test_the_card_names_the_runs_that_the_weights_come_from_and_their_sources(tmp_path: Path) -> None:
-    first = {"name": "first", "steps": 9, "tokens": 1_500_000, "sources": []}
+    first = {"name": "first", "steps": 1, "tokens": 1_500_000, "sources": []}
     own, other = TRAINING["sources"][0], {"name": "tales", "attribution": "Told by Grimm", "chat_repeats": 2}
     started = {
         **{"name": "second", "steps": 4400, "tokens": 36_044_800, "seconds": 10160.3, "commit": "140b0b19df25ef"},
@@ -124,7 +124,7 @@ def test_the_card_names_the_runs_that_the_weights_come_from_and_their_sources(tm
     text = " ".join(card(tmp_path, {"started_from": started}).split())
     assert (
         "Starts from the weights of a run of 4,400 steps (36.0 million tokens, 2:49:20 of steps, commit "
-        "`140b0b19df25`). That one started from the weights of a run of 9 steps (1.5 million tokens). 37.5 million "
+        "`140b0b19df25`). That one started from the weights of a run of 1 step (1.5 million tokens). 37.5 million "
         "tokens in all."
     ) in text
     assert "| tales | 90 | 1, 2 in the chat phase, in an earlier run | 10 | public domain | Told by Grimm |" in text
