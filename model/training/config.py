@@ -80,7 +80,8 @@ class TrainConfig:
     average_steps: the checkpoint has the mean of the weights after each of the last N steps (Kaddour 2022, arXiv
         2209.14981), where N is this number; 0: the weights after the last step.
     start_from: Kvasir checkpoints. The run starts from the mean of their weights (Wortsman et al. 2022, arXiv
-        2203.05482) and takes their tokenizer. Empty: random weights, new tokenizer.
+        2203.05482) and takes their tokenizer. A smaller model grows, see model/training/growth.py. Empty: random
+        weights, new tokenizer.
     """
 
     name: str

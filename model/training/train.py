@@ -39,6 +39,7 @@ from model.training.attention import DocumentAttention
 from model.training.config import TrainConfig
 from model.training.corpus import Corpus, check_sources, read_corpus
 from model.training.data.batches import UNTRAINED, Batch, PackedDocuments
+from model.training.growth import check_growth, grow
 from model.training.model_card import LOSS_CURVE_FILE, draw_loss_curve, write_model_card
 from model.training.optimizer import Optimizers, rate_factor
 from model.training.repetition import OwnCompletions, unlikelihood
@@ -194,7 +195,7 @@ class Trainer:
                 self.optimizers.load_state_tensors(_below("optimizer/", state.tensors))
             self.step, self.seconds = state.step, state.seconds
         elif starts:
-            self.model.load_state_dict(_mean_weights(starts, config.model))
+            self.model.load_state_dict(_mean_weights(starts, config.model, config.seed))
         self._rows = AttentionMetadata.uncached((config.sequence_length,) * config.batch_size, settings.device)
         self._loss = torch.compile(self._loss_of) if settings.compile else self._loss_of
         self._own = OwnCompletions(self.model, corpus.tokenizer, complete) if config.repetition_steps else None
@@ -312,10 +313,10 @@ class Trainer:
         save_state(self.settings.run_directory, state, self.config, self._corpora)
 
 
-def _mean_weights(manifests: Sequence[Manifest], model: ModelConfig) -> dict[str, Tensor]:
+def _mean_weights(manifests: Sequence[Manifest], model: ModelConfig, seed: int) -> dict[str, Tensor]:
     """Return the mean of the checkpoints' weights, where a checkpoint that is named twice counts twice.
 
-    Raises CheckpointError, or ValueError for another architecture or another tokenizer.
+    Raises CheckpointError, or ValueError for another tokenizer or an architecture that cannot grow to `model`.
     """
     tokenizers = [manifest.files.get(RANKS_FILE) for manifest in manifests]
     for manifest, tokenizer in zip(manifests, tokenizers, strict=True):
@@ -324,23 +325,25 @@ def _mean_weights(manifests: Sequence[Manifest], model: ModelConfig) -> dict[str
                 f"start_from {manifest.directory}: its tokenizer is not that of {manifests[0].directory}; only the "
                 "weights of models with one tokenizer can be averaged"
             )
-    weights = [_weights(manifest, model) for manifest in manifests]
+    weights = [_weights(manifest, model, seed) for manifest in manifests]
     return {name: torch.stack([each[name] for each in weights]).mean(dim=0) for name in weights[0]}
 
 
-def _weights(manifest: Manifest, model: ModelConfig) -> dict[str, Tensor]:
-    """Return the weights of a Kvasir checkpoint. Raises CheckpointError, or ValueError for another architecture."""
+def _weights(manifest: Manifest, model: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Return the weights of a Kvasir checkpoint, grown to the architecture `model`.
+
+    Raises CheckpointError, or ValueError for an architecture that it cannot grow to.
+    """
     directory = manifest.directory
-    theirs, ours = manifest.config.to_dict(), model.to_dict()
-    if different := [key for key in ours if ours[key] != theirs.get(key)]:
-        raise ValueError(
-            f"start_from {directory}: its {different[0]} is {theirs.get(different[0])}, the recipe's "
-            f"{ours[different[0]]}; give both models equal values"
-        )
+    try:
+        check_growth(manifest.config, model)
+    except ValueError as error:
+        raise ValueError(f"start_from {directory}: {error}") from error
     if manifest.quantization is not None:
         raise ValueError(f"start_from {directory}: its matrices are quantized; give the checkpoint before conversion")
     backend = ATTENTION_BACKENDS["sdpa"]
-    return load_model(manifest, device="cpu", dtype=torch.float32, attention=backend).state_dict()
+    weights = load_model(manifest, device="cpu", dtype=torch.float32, attention=backend).state_dict()
+    return grow(weights, manifest.config, model, seed)
 
 
 def _finish(trainer: Trainer, complete: Complete, report: Callable[[str], None]) -> None:

@@ -410,9 +410,21 @@ def test_a_run_starts_from_the_weights_and_the_tokenizer_of_a_checkpoint_of_its_
     assert started["held_out_bits_per_byte"] == {}, "of texts that are not held out of this run"
     assert started["suite"] == suite
     assert started["started_from"]["steps"] == 30
-    deeper = ModelConfig.from_dict({**ROTARY, "vocab_size": 320, "num_layers": 3})
-    with pytest.raises(ValueError, match=r"its num_layers is \d, the recipe's 3"):
-        train(config(start_from=(first,), model=deeper), settings(tmp_path, "deeper"), lambda text: None)
+    wider = ModelConfig.from_dict({**ROTARY, "vocab_size": 320, "hidden_size": 40})
+    with pytest.raises(ValueError, match=r"start_from .*first-checkpoint: its hidden_size is \d+, the recipe's 40"):
+        train(config(start_from=(first,), model=wider), settings(tmp_path, "wider"), lambda text: None)
+
+
+def test_a_larger_model_starts_with_the_losses_of_the_checkpoint(tmp_path: Path) -> None:
+    train(config(), settings(tmp_path, "first"), lambda text: None, complete=no_completions)
+    first = tmp_path / "first-checkpoint"
+    larger = ModelConfig.from_dict({**ROTARY, "vocab_size": 320, "num_layers": 3, "mlp_size": 64})
+    runs = {"same": config(start_from=(first,)), "larger": config(start_from=(first, first), model=larger)}
+    for name, run in runs.items():
+        train(run, settings(tmp_path, name, stop_after=2), lambda text: None, complete=no_completions)
+    losses = {name: [line["loss"] for line in read_log(tmp_path / name / "log.jsonl")] for name in runs}
+    assert losses["larger"][0] == pytest.approx(losses["same"][0], abs=1e-5)
+    assert losses["larger"][1] != losses["same"][1]
 
 
 def test_a_run_starts_from_the_mean_of_the_weights_of_checkpoints_with_one_tokenizer(tmp_path: Path) -> None:
