@@ -13,6 +13,7 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NoReturn
 
 from model.gguf.tensor_types import TYPES_BY_ID
 from model.io.files import CheckpointError, check_is_file, reading
@@ -54,11 +55,34 @@ class GgufFile:
     tensors: Mapping[str, TensorHeader]
 
     def text(self, key: str) -> str | None:
-        """Return a GGUF metadata key's string; None if absent or an array. Raises CheckpointError for other scalars."""
-        value = self.scalars.get(key)
+        """Return a GGUF metadata key's string; None if absent. Raises CheckpointError for any other value."""
+        value = self._scalar(key, "a string")
         if value is not None and not isinstance(value, str):
-            raise CheckpointError(f"{self.path}: {key} must be a string, not {value!r}; convert the model again")
+            self._reject(key, "a string")
         return value
+
+    def flag(self, key: str, *, default: bool) -> bool:
+        """Return a GGUF metadata key's bool; `default` if absent. Raises CheckpointError for any other value."""
+        value = self._scalar(key, "true or false")
+        if value is not None and not isinstance(value, bool):
+            self._reject(key, "true or false")
+        return default if value is None else value
+
+    def integer(self, key: str) -> int | None:
+        """Return a GGUF metadata key's integer; None if absent. Raises CheckpointError for any other value."""
+        value = self._scalar(key, "an integer")
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            self._reject(key, "an integer")
+        return value
+
+    def _scalar(self, key: str, kind: str) -> Scalar | None:
+        if key in self.arrays:
+            self._reject(key, kind)
+        return self.scalars.get(key)
+
+    def _reject(self, key: str, kind: str) -> NoReturn:
+        value = f", not {self.scalars[key]!r:.80}" if key in self.scalars else ""
+        raise CheckpointError(f"{self.path}: {key} must be {kind}{value}; convert the model again")
 
     def strings(self, key: str, indices: Container[int] | None = None) -> list[str]:
         """Return a GGUF metadata key's array of strings, or its items at some indices; empty if absent.
@@ -68,7 +92,7 @@ class GgufFile:
         if (span := self._span(key)) is None:
             return []
         if span.kind != _STRING:
-            raise CheckpointError(f"{self.path}: {key} must be an array of strings; convert the model again")
+            self._reject(key, "an array of strings")
         data, items, end, unpack = self._bytes(span), [], 0, struct.Struct("<Q").unpack_from
         try:
             for index in range(span.count):
@@ -85,12 +109,12 @@ class GgufFile:
         if (span := self._span(key)) is None:
             return []
         if span.kind == _STRING:
-            raise CheckpointError(f"{self.path}: {key} must be an array of numbers; convert the model again")
+            self._reject(key, "an array of numbers")
         return [value for (value,) in struct.iter_unpack(_NUMBERS[span.kind], self._bytes(span))]
 
     def _span(self, key: str) -> ArraySpan | None:
         if key in self.scalars:
-            raise CheckpointError(f"{self.path}: {key} must be an array; convert the model again")
+            self._reject(key, "an array")
         span = self.arrays.get(key)
         if span is not None and span.count > _MAX_ITEMS:
             raise CheckpointError(f"{self.path}: {key} has over {_MAX_ITEMS:,} items; convert the model again")

@@ -91,8 +91,8 @@ def read_gguf_config(file: GgufFile) -> TokenizerConfig:
     num_tokens = 0 if span is None else span.count
 
     def token_id(role: str) -> int | None:
-        value = file.scalars.get(f"tokenizer.ggml.{role}_token_id")
-        return value if isinstance(value, int) and 0 <= value < num_tokens else None
+        value = file.integer(f"tokenizer.ggml.{role}_token_id")
+        return value if value is not None and 0 <= value < num_tokens else None
 
     ids = {role: number for role in _GGUF_ROLES if (number := token_id(role)) is not None}
     kinds = types[:num_tokens]
@@ -110,8 +110,8 @@ def read_gguf_config(file: GgufFile) -> TokenizerConfig:
     return TokenizerConfig(
         roles=roles,
         special=frozenset(names.values()),
-        adds_bos=file.scalars.get("tokenizer.ggml.add_bos_token", default_bos) is True,
-        adds_eos=file.scalars.get("tokenizer.ggml.add_eos_token") is True,
+        adds_bos=file.flag("tokenizer.ggml.add_bos_token", default=default_bos),
+        adds_eos=file.flag("tokenizer.ggml.add_eos_token", default=False),
         added_tokens={},
         tokenizer_class=None,
         chat_template=file.text("tokenizer.chat_template"),

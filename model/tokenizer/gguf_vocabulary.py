@@ -124,8 +124,8 @@ def _stored_merges(file: GgufFile, vocabulary: Mapping[str, int], types: Sequenc
 def _sentencepiece(
     file: GgufFile, vocabulary: Mapping[str, int], merges: Sequence[str | tuple[str, str]]
 ) -> dict[str, Any]:
-    unknown = file.scalars.get("tokenizer.ggml.unknown_token_id", 0)
-    prefix = file.scalars.get("tokenizer.ggml.add_space_prefix", True) is True
+    unknown = file.integer("tokenizer.ggml.unknown_token_id") or 0
+    prefix = file.flag("tokenizer.ggml.add_space_prefix", default=True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     decoder = [
         {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},

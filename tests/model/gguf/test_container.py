@@ -100,10 +100,15 @@ def test_damaged_files_are_rejected(tmp_path: Path, data: bytes, problem: str) -
 def test_wrong_kinds_of_values_are_rejected(tmp_path: Path) -> None:
     words = struct.pack("<IQ", 8, 1) + text(b"\xff")
     numbers = struct.pack("<IQI", 4, 1, 5)
-    entries = [entry("size", 4, struct.pack("<I", 1)), entry("words", 9, words), entry("numbers", 9, numbers)]
+    entries = [entry("size", 4, struct.pack("<I", 1)), entry("yes", 7, b"\1")]
+    entries += [entry("words", 9, words), entry("numbers", 9, numbers)]
     found = read(tmp_path / "x.gguf", container(entries))
     for look, problem in (
-        (lambda: found.text("size"), "size must be a string"),
+        (lambda: found.text("size"), "size must be a string, not 1; convert"),
+        (lambda: found.text("words"), "words must be a string; convert"),
+        (lambda: found.integer("yes"), "yes must be an integer, not True; convert"),
+        (lambda: found.integer("numbers"), "numbers must be an integer; convert"),
+        (lambda: found.flag("size", default=True), "size must be true or false, not 1; convert"),
         (lambda: found.strings("size"), "size must be an array"),
         (lambda: found.strings("numbers"), "numbers must be an array of strings"),
         (lambda: found.numbers("words"), "words must be an array of numbers"),
@@ -111,6 +116,8 @@ def test_wrong_kinds_of_values_are_rejected(tmp_path: Path) -> None:
     ):
         with pytest.raises(CheckpointError, match=problem):
             look()
+    assert (found.integer("size"), found.flag("yes", default=False)) == (1, True)
+    assert (found.integer("missing"), found.flag("missing", default=True), found.text("missing")) == (None, True, None)
 
 
 @pytest.mark.parametrize(("kind", "item"), [(0, b"1"), (8, text(""))])

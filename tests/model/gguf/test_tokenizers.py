@@ -143,6 +143,8 @@ def test_files_beside_the_gguf_file_are_not_read(tmp_path: Path) -> None:
         ({"add_eos_token": True, "eos_token_id": 3}, "supported are at most one before and none after"),
         ({"model": "llama", "tokens": ["a" * 513], "token_type": [1], "scores": [0.5]}, "has over 512 characters"),
         ({"model": "llama"}, "0 scores for 703 tokens"),
+        ({"add_bos_token": "no"}, "tokenizer.ggml.add_bos_token must be true or false, not 'no'"),
+        ({"eos_token_id": "1"}, "tokenizer.ggml.eos_token_id must be an integer, not '1'"),
     ],
 )
 def test_malformed_tokenizers_are_rejected(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
