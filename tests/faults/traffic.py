@@ -185,7 +185,8 @@ class Traffic:
             headers["last-event-id"] = ids[-1]
             reading = Reading()
         reply.content[:] = told
-        return reply if reply.is_complete else await exchange(self._port, request_bytes(path, body), reading, choose)
+        # Without an event id, the whole request is repeated, and this time the client stays.
+        return reply if reply.is_complete else await exchange(self._port, request_bytes(path, body), Reading(), choose)
 
     async def _repeat(self, path: str, body: dict[str, Any], choose: random.Random) -> Reply:
         """Disconnect, and send the request again with the same Idempotency-Key."""
