@@ -189,6 +189,7 @@ class BufferedResponseReplay(Response):
         self.background = None
         self.init_headers()
         self._buffered = buffered
+        buffered.idle_since_seconds = time.monotonic()  # it does not expire before this reader is registered
         self._next = start
         self._is_again = is_again  # an earlier request started the buffered response
         self._wake = asyncio.Event()

@@ -29,9 +29,9 @@ class Client:
 
     async def ask(self, kept: ResponseStore, make: Callable[[], Coroutine[Any, Any, Response]]) -> None:
         response = await kept.answer(Request(self.scope), self.body, make)
-        await response(self.scope, self._receive, self.send)
+        await response(self.scope, self.receive, self.send)
 
-    async def _receive(self) -> dict[str, Any]:
+    async def receive(self) -> dict[str, Any]:
         await self.left.wait()
         return {"type": "http.disconnect"}
 

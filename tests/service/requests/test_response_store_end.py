@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
@@ -99,6 +101,32 @@ def test_a_response_without_readers_expires() -> None:
             with pytest.raises(ResponseGone):
                 await Client(last_event_id=client.ids[0]).ask(kept.all, never)
             await is_made_anew(kept)
+
+    asyncio.run(scenario())
+
+
+def test_a_response_does_not_expire_while_a_client_resumes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(response_store, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def scenario() -> None:
+        nonlocal now
+        async with Kept(keep_seconds=10.0) as kept:
+            stream, first = Events(2), Client(accept="text/event-stream")
+            asking = asyncio.create_task(first.ask(kept.all, gives(stream)))
+            stream.let(1)
+            await settle()
+            first.left.set()
+            await asking
+            now = 10.5
+            second = Client(last_event_id=first.ids[0])
+            response = await kept.all.answer(Request(second.scope), second.body, never)
+            kept.all.discard_expired()
+            await settle()
+            stream.let(1)
+            await response(second.scope, second.receive, second.send)
+            assert not stream.was_abandoned
+            assert len(second.events) == 1
 
     asyncio.run(scenario())
 
