@@ -75,15 +75,6 @@ class GgufFile:
             self._reject(key, "an integer")
         return value
 
-    def _scalar(self, key: str, kind: str) -> Scalar | None:
-        if key in self.arrays:
-            self._reject(key, kind)
-        return self.scalars.get(key)
-
-    def _reject(self, key: str, kind: str) -> NoReturn:
-        value = f", not {self.scalars[key]!r:.80}" if key in self.scalars else ""
-        raise CheckpointError(f"{self.path}: {key} must be {kind}{value}; convert the model again")
-
     def strings(self, key: str, indices: Container[int] | None = None) -> list[str]:
         """Return a GGUF metadata key's array of strings, or its items at some indices; empty if absent.
 
@@ -111,6 +102,15 @@ class GgufFile:
         if span.kind == _STRING:
             self._reject(key, "an array of numbers")
         return [value for (value,) in struct.iter_unpack(_NUMBERS[span.kind], self._bytes(span))]
+
+    def _scalar(self, key: str, kind: str) -> Scalar | None:
+        if key in self.arrays:
+            self._reject(key, kind)
+        return self.scalars.get(key)
+
+    def _reject(self, key: str, kind: str) -> NoReturn:
+        value = f", not {self.scalars[key]!r:.80}" if key in self.scalars else ""
+        raise CheckpointError(f"{self.path}: {key} must be {kind}{value}; convert the model again")
 
     def _span(self, key: str) -> ArraySpan | None:
         if key in self.scalars:
