@@ -1,6 +1,6 @@
 # These targets install everything that they need. A fresh machine needs only Python 3.11 or newer, and make.
 PYTHON ?= python3
-CHECKPOINT ?= checkpoints/kvasir-9m
+CHECKPOINT ?= checkpoints/kvasir-20m
 HOST ?= 127.0.0.1
 PORT ?= 8000
 SECONDS ?= 60

@@ -4,7 +4,7 @@
 #     docker build --tag kvasir:cpu .
 #     deploy/docker-run.sh CHECKPOINT_DIRECTORY [options of docker run]
 #
-# For example: deploy/docker-run.sh checkpoints/kvasir-9m --env KVASIR_MAX_NUM_RUNNING=32
+# For example: deploy/docker-run.sh checkpoints/kvasir-20m --env KVASIR_MAX_NUM_RUNNING=32
 # Variables: ENGINE (docker), IMAGE (kvasir:cpu, which `docker build --tag kvasir:cpu .` makes), PUBLISH_PORT (8000).
 set -euo pipefail
 

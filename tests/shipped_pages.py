@@ -24,7 +24,7 @@ from tests.e2e.process import Service, serving_anew
 from tests.test_readme import CHECKPOINT, ROOT, URL, shell
 
 _GENERATE = ".venv/bin/kvasir generate --checkpoint "
-RUN = ("curl ", f"{_GENERATE}checkpoints/kvasir-9m ", f"{_GENERATE}runs/kvasir-hf ", ".venv/bin/kvasir eval ")
+RUN = ("curl ", f"{_GENERATE}checkpoints/kvasir-20m ", f"{_GENERATE}runs/kvasir-hf ", ".venv/bin/kvasir eval ")
 INSPECT = ".venv/bin/kvasir inspect attention "
 _COMMAND = re.compile(r"^\$ (?P<command>(?:.*\\\n)*.*[^\\\n])\n(?P<output>(?:(?!\$ |```).*\n)+)", re.M)
 _PAGES = ("README.md", "docs/api.md", "docs/evaluation.md", "docs/inspect.md")
@@ -138,17 +138,17 @@ def renew_harness(page: str, evaluate: Callable[..., dict[str, Any]], documents:
 
 def renew_heads(page: str, run: Callable[[str], str]) -> str:
     """Return docs/inspect.md with what ` it` attends to in its example, and redraw docs/heads.png."""
-    command = f'{INSPECT}--checkpoint checkpoints/kvasir-9m --layer %d --head %s --prompt "%s"'
+    command = f'{INSPECT}--checkpoint checkpoints/kvasir-20m --layer %d --head %s --prompt "%s"'
     prompt = "The dog did not cross the road as it was too tired."
 
     def row_of_it(layer: int, head: str, prompt: str) -> str:
         return re.findall(r"^ +\d+  ␣it .*$", run(command % (layer, head, prompt)), re.M)[0]
 
-    page = _replace(r"^ +9  ␣it .*(?=\n```$)", row_of_it(4, "all --out docs/heads.png", prompt), page)
-    first = re.findall(r"<\|endoftext\|> (\d+) %", row_of_it(3, "3", prompt))[0]
-    page = _replace(r"(?<=head 3 of layer 3 with )\d+(?= %)", first, page)
+    page = _replace(r"^ +9  ␣it .*(?=\n```$)", row_of_it(6, "all --out docs/heads.png", prompt), page)
+    first = re.findall(r"<\|endoftext\|> (\d+) %", row_of_it(7, "1", prompt))[0]
+    page = _replace(r"(?<=head 1 of layer 7 with )\d+(?= %)", first, page)
     for row in re.findall(r"^\| (The .*\.) \| `", page, re.M):
-        token, share = re.findall(r"␣it +(\S+) (\d+ %)", row_of_it(4, "1", row))[0]
+        token, share = re.findall(r"␣it +(\S+) (\d+ %)", row_of_it(6, "1", row))[0]
         page = _replace(rf"(?<=^\| {re.escape(row)} \| ).*(?= \|$)", f"`{token}` {share}", page)
     return page
 
@@ -176,7 +176,7 @@ def renew(service: Service, directory: Path) -> None:
     def evaluate(most: int, *flags: str) -> dict[str, Any]:
         texts = "--texts tinystories=tests/data/tinystories_valid.jsonl.xz --texts aesop=tests/data/aesop.txt"
         out = directory / "evaluation.json"
-        command = f".venv/bin/kvasir eval --checkpoint checkpoints/kvasir-9m --device cpu {texts}"
+        command = f".venv/bin/kvasir eval --checkpoint checkpoints/kvasir-20m --device cpu {texts}"
         run(f"{command} --max-documents {most} --samples 0 --out {out} {' '.join(flags)}")
         result: dict[str, Any] = json.loads(out.read_text())
         return result

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 README = (ROOT / "README.md").read_text()
 TRAINING = (ROOT / "docs" / "training.md").read_text()
-CHECKPOINT = ROOT / "checkpoints" / "kvasir-9m"
+CHECKPOINT = ROOT / "checkpoints" / "kvasir-20m"
 URL = "http://127.0.0.1:8000"
 
 

@@ -12,7 +12,7 @@ from model.nn.linear import Int8Linear, replace_linears
 from model.tokenizer.byte_level import load_native
 from tests.model.tokenizer.texts import stories
 
-CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "kvasir-9m"
+CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "kvasir-20m"
 _MOST = 0.01  # as a share of its bits per byte
 
 

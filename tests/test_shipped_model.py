@@ -25,7 +25,7 @@ from model.training.config import load_train_config
 from tests.model.tokenizer.texts import stories
 
 ROOT = Path(__file__).parents[1]
-CHECKPOINT = ROOT / "checkpoints" / "kvasir-9m"
+CHECKPOINT = ROOT / "checkpoints" / "kvasir-20m"
 CONFIGS = ROOT / "model" / "training" / "configs"
 AESOP = (ROOT / "tests" / "data" / "aesop.txt").read_text()
 CARD = (CHECKPOINT / "MODEL_CARD.md").read_text()
@@ -77,7 +77,7 @@ def test_the_checkpoint_is_complete_and_matches_the_recipe() -> None:
 def test_the_manifest_and_the_card_name_the_runs_that_the_weights_come_from() -> None:
     card, run = " ".join(CARD.split()), read_manifest(CHECKPOINT).training
     tokens = run["tokens"]
-    for recipe in ("mean", "fifth", "fourth", "third", "second", "base"):
+    for recipe in ("seventh", "sixth", "mean", "fifth", "fourth", "third", "second", "base"):
         config, run = load_train_config(CONFIGS / f"kvasir-{recipe}.toml"), run["started_from"]
         assert (run["name"], run["steps"], run["tokens"]) == (
             config.name,

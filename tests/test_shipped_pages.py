@@ -73,7 +73,7 @@ def test_what_it_attends_to_is_renewed_in_every_place() -> None:
 
     page = shipped_pages.renew_heads((ROOT / "docs" / "inspect.md").read_text(), run)
     assert page.count("| `<|endoftext|>` 12 % |\n") == 4
-    assert "head 3 of layer 3 with 12 %." in page
+    assert "head 1 of layer 7 with 12 %." in page
     assert "prints:\n\n```\n    9  ␣it     <|endoftext|> 12 %, ␣dog 1 %\n```" in page
     assert sum("--head all --out docs/heads.png" in command for command in seen) == 1
 

@@ -1,6 +1,6 @@
 """Kvasir on Ray Serve: each replica runs `kvasir serve`, and Ray's prefix-affinity router chooses the replica.
 
-    serve run kvasir_app:build replicas=2 flags="--checkpoint checkpoints/kvasir-9m"
+    serve run kvasir_app:build replicas=2 flags="--checkpoint checkpoints/kvasir-20m"
 
 The routes are Kvasir's own, and so are the responses. docs/scale.md describes setup and limits.
 """

@@ -8,7 +8,7 @@
 # too long does not stop the next part. suite.json and page.md have all of it: see loadtest/gpu/report.py.
 # WHEELS is a folder of wheels that the machine lacks, made by `python -m loadtest.gpu.wheels`; nothing is downloaded.
 # Without a CUDA device every part is reported as absent. Environment: PYTHON is the interpreter (default: python3),
-# BUDGET the seconds in total (530), CHECKPOINT the served model (checkpoints/kvasir-9m), PARTS the names of the parts
+# BUDGET the seconds in total (530), CHECKPOINT the served model (checkpoints/kvasir-20m), PARTS the names of the parts
 # to run (all). DRY_RUN=1 runs the parts without a GPU: benchmarks with a small model, and tests are only imported.
 set -u
 if [ $# -lt 1 ] || [ $# -gt 2 ]; then
@@ -20,7 +20,7 @@ wheels=${2:+$(realpath -m "$2")}
 cd "$(dirname "$0")/../.." || exit 2
 python=${PYTHON:-python3}
 budget=${BUDGET:-530}
-checkpoint=${CHECKPOINT:-checkpoints/kvasir-9m}
+checkpoint=${CHECKPOINT:-checkpoints/kvasir-20m}
 dry_run=${DRY_RUN:-}
 if [ -e "$work" ]; then
     echo "$1 exists; choose a new folder" >&2

@@ -33,7 +33,7 @@ def _parser(*, is_quick: bool) -> CommandParser:
         epilog=EPILOG,
     )
     model = parser.add_mutually_exclusive_group()
-    text = "checkpoint directory (default: checkpoints/kvasir-9m in the working directory, else beside the package)"
+    text = "checkpoint directory (default: checkpoints/kvasir-20m in the working directory, else beside the package)"
     model.add_argument("--checkpoint", metavar="DIR", help=text)
     sizes = ", ".join(f"{name} {shape_config(name).num_parameters / 1e6:,.0f}" for name in SHAPE_SIZES)
     text = f"measure random weights instead; millions of parameters: {sizes}"

@@ -30,7 +30,7 @@ _COLLECTOR = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 _TCP_PORT = re.compile(r"tcp://.*:(\d+)")  # port of a ZeroMQ address; ZeroMQ would open the port modulo 65,536
 _GPU_DEFAULTS = {"max_num_running": 256, "max_batched_tokens": 4096}
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
-_SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-9m"
+_SHIPPED_CHECKPOINT = Path("checkpoints") / "kvasir-20m"
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]  # the repository, if the package is installed in editable mode
 # Standard environment variables of OpenTelemetry, by field. Kvasir's own variable of the field takes precedence.
 _STANDARD_VARIABLES = {"otlp_endpoint": "OTEL_EXPORTER_OTLP_ENDPOINT"}
@@ -42,7 +42,7 @@ class CheckpointSettings(CommandSettings):
     POSITIONAL: ClassVar[tuple[str, ...]] = ("checkpoint",)
 
     checkpoint: Path = option(
-        "model", default_text="checkpoints/kvasir-9m in the working directory, else beside the package"
+        "model", default_text="checkpoints/kvasir-20m in the working directory, else beside the package"
     )
     """checkpoint directory, or a GGUF file"""
 

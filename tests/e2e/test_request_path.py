@@ -17,7 +17,7 @@ from tests.e2e.process import serving, serving_anew
 
 pytestmark = pytest.mark.slow
 
-CHECKPOINT = ROOT / "checkpoints" / "kvasir-9m"
+CHECKPOINT = ROOT / "checkpoints" / "kvasir-20m"
 PROMPT = "The clever fox met an old owl in the forest, and he asked her for"
 BEGIN, END = "<!-- path: python -m tests.e2e.test_request_path -->\n", "<!-- end of path -->\n"
 MAX_FUNCTIONS_IN, MAX_FUNCTIONS_OUT = 35, 18

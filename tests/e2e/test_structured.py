@@ -75,7 +75,7 @@ def test_the_openai_client_gets_documents_that_match_its_schema(service: Service
 def test_the_documented_use_of_openais_parse_works(service: Service) -> None:
     """Run the example of docs/structured.md with the address and model name of this server."""
     (example,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    for named, here in (("http://127.0.0.1:8000", service.url), ("kvasir-9m", NAME)):
+    for named, here in (("http://127.0.0.1:8000", service.url), ("kvasir-20m", NAME)):
         assert example.count(named) == 1
         example = example.replace(named, here)
     names: dict[str, Any] = {"__name__": "example"}

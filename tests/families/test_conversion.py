@@ -24,7 +24,7 @@ from tests.families.nanogpt import ARGUMENTS, random_state, write_checkpoint
 from tests.families.test_nanogpt import Evil, meta
 from tests.families.tokenizer_files import write_byte_level
 
-SHIPPED = Path(__file__).parents[2] / "checkpoints" / "kvasir-9m"
+SHIPPED = Path(__file__).parents[2] / "checkpoints" / "kvasir-20m"
 STORY = "Once upon a time, there was a little dog named Max. He loved to run in the park with his friend Lily."
 PICKLE = "pytorch_model.bin"
 

@@ -19,7 +19,7 @@ from service.cli.main import main
 from tests.families.models import CASES, load
 from tests.families.tokenizer_files import write_byte_level
 
-SHIPPED = Path(__file__).parents[2] / "checkpoints" / "kvasir-9m"
+SHIPPED = Path(__file__).parents[2] / "checkpoints" / "kvasir-20m"
 IDS = torch.arange(40)
 METADATA = AttentionMetadata.uncached((40,))
 TEXTS = {"int4": f"int4 {INT4_TEXT}, from kvasir convert", "int8": "int8, from kvasir convert"}
@@ -72,7 +72,7 @@ def assert_equal(one: GroupedWeight, other: GroupedWeight) -> None:
 def test_the_command_writes_a_verified_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "small"
     assert main(["convert", "--source", str(SHIPPED), "--quantize", "int4", "--out", str(out)]) == 0
-    assert capsys.readouterr().out.startswith(f"wrote {out}: 9,261,888 parameters, 6.9 MiB of weights, format native")
+    assert capsys.readouterr().out.startswith(f"wrote {out}: 20,323,392 parameters, 13.8 MiB of weights, format native")
     manifest = read_manifest(out)
     assert manifest.num_weight_bytes < 0.4 * read_manifest(SHIPPED).num_weight_bytes
     assert set(manifest.files) >= {"config.json", SINGLE_FILE, "chat_template.jinja", "generation_config.json"}

@@ -14,7 +14,7 @@ def main() -> int:
     """Run the suite, print the errors found, and write the page to --report or to stdout."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("checkpoints/kvasir-9m"), help="checkpoint that the server serves"
+        "--checkpoint", type=Path, default=Path("checkpoints/kvasir-20m"), help="checkpoint that the server serves"
     )
     parser.add_argument(
         "--dtype",

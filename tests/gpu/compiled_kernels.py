@@ -199,8 +199,8 @@ _CASES: Final = {
         _config(hidden_size=4096, num_heads=32, num_kv_heads=8, mlp_size=14_336, attention_bias=False),
         ("bfloat16", "bfloat16 int8", "bfloat16 int8-cache"),
     ),
-    "kvasir-9m": (
-        _config(hidden_size=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_size=704, vocab_size=8192, **_HEADS),
+    "kvasir-20m": (
+        _config(hidden_size=320, num_heads=5, num_kv_heads=1, head_dim=64, mlp_size=1792, vocab_size=8192, **_HEADS),
         ("bfloat16", "float32"),
     ),
     "Gemma 2B": (

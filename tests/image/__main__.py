@@ -203,7 +203,7 @@ def check_inside(engine: str) -> None:
 def check_service(engine: str) -> None:
     """Check a start, a completion, metrics, the death of the worker and a shutdown."""
     environment = {"ENGINE": engine, "IMAGE": IMAGE, "PUBLISH_PORT": str(PORT)}
-    command = ["deploy/docker-run.sh", "checkpoints/kvasir-9m", "--name", CONTAINER]
+    command = ["deploy/docker-run.sh", "checkpoints/kvasir-20m", "--name", CONTAINER]
     with started(command, environment) as process:
         try:
             report("ready after", f"{seconds_until(partial(is_ready, process), 120, 'ready'):.1f} s")

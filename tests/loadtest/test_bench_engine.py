@@ -132,7 +132,7 @@ def test_the_shipped_checkpoint_is_the_default(
 ) -> None:
     monkeypatch.delenv("KVASIR_CHECKPOINT", raising=False)
     sweep = ("--batch", "1", "--context", "40", "--steps", "4", "--prompt-tokens", "5", "--repeats", "1")
-    assert run(tmp_path, *sweep)["model"]["name"] == "kvasir-9m"
+    assert run(tmp_path, *sweep)["model"]["name"] == "kvasir-20m"
     assert "kvasir bench: no --checkpoint given; using the shipped model, " in capsys.readouterr().err
 
 

@@ -95,7 +95,7 @@ def test_a_dry_run_needs_no_gpu_and_ends_in_one_file_and_a_page(tmp_path: Path) 
     assert states == {"decode": "passed", "transformers": "passed"}, results
     assert results["parts"]["decode"]["figures"]["decode"][0]["of_the_roofline"]["median"] > 0
     page = (tmp_path / "results" / "page.md").read_text()
-    assert "## decode: kvasir-9m" in page
+    assert "## decode: kvasir-20m" in page
     assert "share of the roofline" in page
     assert "## Beside transformers' continuous batching" in page
 

@@ -17,7 +17,7 @@ import pytest
 from model.io.files import CheckpointError, reading
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
+SHIPPED = ROOT / "checkpoints" / "kvasir-20m"
 NOBODY = 65534
 IS_ROOT = os.geteuid() == 0
 UID, GID = (NOBODY, NOBODY) if IS_ROOT else (os.geteuid(), os.getegid())

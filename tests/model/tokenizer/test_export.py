@@ -18,7 +18,7 @@ from tests.model.tokenizer import makers, real_files
 from tests.model.tokenizer.texts import all_texts, stories
 from tests.tiny_model import tiny_tokenizer
 
-SHIPPED = Path(__file__).parents[3] / "checkpoints/kvasir-9m"
+SHIPPED = Path(__file__).parents[3] / "checkpoints/kvasir-20m"
 
 
 def native(directory: Path) -> Path:

@@ -14,7 +14,7 @@ from tests.e2e.process import START_SECONDS
 from tests.interrupted import interrupting_environment
 
 ROOT = Path(__file__).parents[3]
-SHIPPED = ROOT / "checkpoints" / "kvasir-9m"
+SHIPPED = ROOT / "checkpoints" / "kvasir-20m"
 # A command, and a module during whose import SIGINT arrives.
 MOMENTS = [
     ("serve", "service.cli.main"),

@@ -14,7 +14,7 @@ import pytest
 from model.tokenizer.byte_level import load_native
 from service.cli.main import COMMANDS, main
 
-SHIPPED = Path(__file__).parents[3] / "checkpoints/kvasir-9m"
+SHIPPED = Path(__file__).parents[3] / "checkpoints/kvasir-20m"
 
 
 def test_the_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,7 +207,7 @@ def test_an_invalid_setting_is_named_in_one_line(argv: tuple[str, ...], said: st
 
 def create_shipped_model(root: Path) -> Path:
     """Create the shipped model's directory, with an empty manifest, below `root`, and return its path."""
-    directory = root / "checkpoints" / "kvasir-9m"
+    directory = root / "checkpoints" / "kvasir-20m"
     directory.mkdir(parents=True)
     (directory / "manifest.json").write_text("{}")
     return directory
@@ -228,10 +228,10 @@ def test_without_a_checkpoint_the_shipped_model_is_used(
     said = "kvasir serve: no --checkpoint given; using the shipped model, "
     assert capsys.readouterr().err == f"{said}{beside}\n"
     create_shipped_model(here)
-    assert read().checkpoint == Path("checkpoints/kvasir-9m")
-    assert capsys.readouterr().err == f"{said}checkpoints/kvasir-9m\n"
+    assert read().checkpoint == Path("checkpoints/kvasir-20m")
+    assert capsys.readouterr().err == f"{said}checkpoints/kvasir-20m\n"
     tokenize = read_settings(TokenizeSettings, ["--text", "x"], command="tokenize", summary="")
-    assert tokenize.checkpoint == Path("checkpoints/kvasir-9m")
+    assert tokenize.checkpoint == Path("checkpoints/kvasir-20m")
     capsys.readouterr()
     with pytest.raises(SettingsError, match="--port: must be"):
         read("--port", "1")
@@ -245,7 +245,7 @@ def test_the_shipped_model_is_beside_an_editable_install(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     found = find_default_checkpoint()
     assert found is not None
-    assert read_manifest(found).name == "kvasir-9m"
+    assert read_manifest(found).name == "kvasir-20m"
 
 
 def test_an_empty_value_is_not_quoted() -> None:
@@ -313,7 +313,7 @@ def test_the_help_shows_every_flag_with_its_default(capsys: pytest.CaptureFixtur
         assert (variable_of(name) if is_secret(ServeSettings, name) else f"--{name.replace('_', '-')}") in text
         if not field.is_required() and field.default is not False and field.default not in (None, ()):
             assert f"(default: {field.default})" in text
-    assert "(default: checkpoints/kvasir-9m in the working directory, else beside the package)" in text
+    assert "(default: checkpoints/kvasir-20m in the working directory, else beside the package)" in text
     assert "(required)" not in text
     for title in ("model:", "engine:", "http:", "access:", "admission:", "operation:"):
         assert title in text
