@@ -164,13 +164,14 @@ def test_options_and_charts_are_in_locusts_web_page(tmp_path: Path) -> None:
             assert json.loads(get(url + "/swarm", urlencode(form).encode()))["success"]
             shown = eventually(lambda: [row for row in json.loads(get(url + "/charts/rows")) if row["p99_itl_ms"]])
             assert shown[0]["tokens"] > 0.0
+            # Lengths vary around the form's 5 only in its workload.
+            assert eventually(lambda: any(received.body["max_tokens"] > 5 for received in server.requests))
             get(url + "/stop", b"")
             result = eventually(lambda: results(tmp_path))
         finally:
             page.terminate()
     assert page.returncode == 0
     assert result["slo_breaches"] == []
-    assert max(result["output_lens"]) > 5, "the workload of the form"
 
 
 def free_port() -> str:

@@ -23,7 +23,7 @@ IS_ROOT = os.geteuid() == 0
 UID, GID = (NOBODY, NOBODY) if IS_ROOT else (os.geteuid(), os.getegid())
 # A child of another user cannot use the owner's permissions.
 DENIED_DIRECTORY, DENIED_FILE = (0o700, 0o600) if IS_ROOT else (0, 0)
-SHARD = "model-00001-of-00002.safetensors"
+SHARD = "model-00001-of-00003.safetensors"
 READ = f"""
 import os, sys
 from pathlib import Path
