@@ -105,8 +105,9 @@ performance: bench ## benchmark engine and service, and write docs/performance.m
 	$(BIN)/python -m loadtest.scenarios.bench_latency --out docs/results/latency.json -- --dtype bfloat16
 	$(BIN)/python -m loadtest.docgen.pages
 
-peers: install ## benchmark Kvasir and other engines, each in its own environment (resumable; the first run installs 5 GB and compiles for 10 minutes)
-	$(BIN)/python -m loadtest.peers.bench_peers --out docs/results/peers.json
+peers: install ## benchmark Kvasir beside llama.cpp on shapes of models that people run (two hours; resumable; the first run compiles llama.cpp)
+	$(BIN)/python -m loadtest.peers.bench_peers --threads 2 --rounds 1 --peers llama.cpp --shapes qwen3-0.6b --precisions defaults-q4_k_m --kinds http --streams 1 4 16 64 --out docs/results/default_gguf.json
+	$(BIN)/python -m loadtest.peers.bench_peers --threads 2 --rounds 1 --peers llama.cpp --shapes qwen3-0.6b llama-3.2-1b gemma-3-270m qwen3-moe --precisions bfloat16 int8 int4 q4_k_m --kinds decode prompt --contexts 128 1024 --out docs/results/models.json
 	$(BIN)/python -m loadtest.docgen.pages
 
 attention: install ## train every mechanism of docs/attention.md with two seeds (hours; resumable; needs the corpora of docs/training.md)

@@ -1,4 +1,4 @@
-"""Front door of the load test: `python -m loadtest ARGUMENTS`, the command of its image.
+"""Entry point of the load test: `python -m loadtest ARGUMENTS`, the command of its image.
 
 A word as first argument, such as `sweep`, is a command of `kvasir loadtest`. Otherwise all arguments are locust's.
 """

@@ -93,7 +93,8 @@ def performance_page(results: Mapping[str, Any]) -> str:
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
     avx2_pairs = [pair for row in results["models_avx2"]["cells"] for pair in compared_pairs(row)]
-    peer_facts = _peer_facts(results["models"], results["peers"], (results["defaults"], results["default_gguf"]))
+    defaults = (results["defaults"], results["default_gguf"])
+    peer_facts = _peer_facts(results["models"], results["peers"], defaults, avx2_pairs)
     facts = {
         **results,
         "tables": {
@@ -126,7 +127,10 @@ def performance_page(results: Mapping[str, Any]) -> str:
 
 
 def _peer_facts(
-    models: Mapping[str, Any], peers: Mapping[str, Any], defaults: Sequence[Mapping[str, Any]]
+    models: Mapping[str, Any],
+    peers: Mapping[str, Any],
+    defaults: Sequence[Mapping[str, Any]],
+    avx2_pairs: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     cells = sorted([*models["cells"], *peers["cells"]], key=lambda row: [row["shape"] != shape for shape in _LEADING])
     compared = [pairs for row in cells if (pairs := compared_pairs(row))]
@@ -143,8 +147,12 @@ def _peer_facts(
         "peer_shapes": _named(models["shapes"] | peers["shapes"]),
         "default_shapes": _named({name: shape for part in defaults for name, shape in part["shapes"].items()}),
         "default_pairs": [pair for part in defaults for row in part["cells"] for pair in compared_pairs(row)],
-        "best_pairs": best,
-        "slower_pairs": [pair for pair in every if pair["ratio"]["median"] < 1],
+        "slower_pairs": [
+            pair | {"level": level}
+            for level, pairs in (("AVX-512, bfloat16", every), ("AVX2", avx2_pairs))
+            for pair in pairs
+            if pair["ratio"]["median"] < 1
+        ],
         "leading_pairs": [pair for pair in best if pair["shape"] in _LEADING],
         "pairs": {kind: [pair for pair in every if pair["kind"] == kind] for kind in _KINDS},
         "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],
@@ -174,9 +182,9 @@ def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     reached = f"open: {', '.join(disturbed)} †" if disturbed else "yes"
     is_by_precision = row["kind"] == "decode" or row["precision"] in DEFAULTS
     aim = _AIMS.get(row["precision"] if is_by_precision else row["kind"], {}).get(row["streams"])
-    rates = [rate for figure in sound.values() for rate in figure["ours"]["tokens_per_second"]["values"]]
     pairs = []
     for name, figure in sound.items():
+        rates = figure["ours"]["tokens_per_second"]["values"]
         pair = {
             **row,
             **figure,

@@ -181,21 +181,20 @@ def tables(peers: dict[str, Any]) -> str:
     return pages.performance_page(RESULTS | {"peers": peers})
 
 
-def test_the_fastest_peer_of_each_cell_is_compared() -> None:
+def test_each_pair_has_both_speeds_and_the_aim() -> None:
     part = tables(PEERS)
-    assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1.25 (1.12–1.38) | 1.2 | yes |" in part
-    assert "| S | bfloat16 | decoding | 16 | 128 | fast | 1.25 (1.12–1.38) | 1.5 | **no** |" in part
-    assert "| S | bfloat16 | HTTP, streaming | 16 | 128 | slow | 2.00 (1.80–2.20) | 1.5 | yes |" in part
-    assert "| S | bfloat16 | 16 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) |" in part
+    assert "| S | bfloat16 | 4 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) | 1.2 | yes |" in part
+    assert "| S | bfloat16 | 16 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) | 1.5 | **no** |" in part
+    assert "| S | bfloat16 | 16 | 128 | slow | 1000 | 500 | 2.00 (1.80–2.20) | 1.5 | yes |" in part
     assert "| S | bfloat16 | 16 | slow | 20 / 30 | 20 / 30 | 1.00 | 5 % |" in part
 
 
 def test_the_page_begins_with_published_models_once_they_are_measured() -> None:
-    assert "Speed with models" not in tables(PEERS)
+    assert "Speed on the shapes of models" not in tables(PEERS)
     cells = [cell | {"shape": shape} for shape in ("llama-3.2-1b", "qwen3-0.6b") for cell in PEERS["cells"]]
     page = pages.performance_page(RESULTS | {"models": PEERS | {"cells": cells}})
-    lead = page[page.index("Speed with models") : page.index("|  | promised |")]
-    assert "| qwen3-0.6b | bfloat16 | decoding | 4 | 128 | 1000 | fast | 1.25 (1.12–1.38) |" in lead
+    lead = page[page.index("Speed on the shapes of models") : page.index("|  | promised |")]
+    assert "| qwen3-0.6b | bfloat16 | decoding | 4 | 128 | 1000 | fast | 1.25 (1.12–1.38) | 1.2 | yes |" in lead
     assert "| S |" not in lead
     assert lead.index("qwen3-0.6b") < lead.index("llama-3.2-1b")
     decoding = page[page.index("### Decoding") :]
@@ -224,11 +223,20 @@ def test_servers_without_flags_are_compared() -> None:
 def test_a_disturbed_figure_is_omitted_and_leaves_an_aim_open() -> None:
     cells = [peer_cell("decode", 4, fast=800.0, late=5.0), peer_cell("decode", 64, fast=800.0, late=5.0)]
     part = tables(PEERS | {"cells": [*cells, peer_cell("decode", 1, late=5.0)]})
-    assert "| 4 | 128 | fast | 1.25 (1.12–1.38) | 1.2 | open: late † |" in part
-    assert "| 64 | 128 | fast | 1.25 (1.12–1.38) | 1.5 | **no** |" in part
-    assert "| S | bfloat16 | 4 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) |" in part
+    assert "| S | bfloat16 | 4 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) | 1.2 | open: late † |" in part
+    assert "| S | bfloat16 | 64 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) | 1.5 | **no** |" in part
     assert "| 128 | late |" not in part
-    assert "| S | bfloat16 | decoding | 1 |" not in part
+    assert "| S | bfloat16 | 1 | 128 |" not in part
+
+
+def test_slower_pairs_of_both_processors_are_listed() -> None:
+    slow = [peer_cell("decode", 4, fast=1250.0, slow=500.0)]
+    page = pages.performance_page(RESULTS | {"models_avx2": RESULTS["models_avx2"] | {"cells": slow}, "peers": PEERS})
+    part = page[page.index("### Where Kvasir is slower") : page.index("### Decoding")]
+    rows = [row for row in part.splitlines() if row.startswith("| ")][2:]
+    assert rows == ["| AVX2 | S | bfloat16 | decoding | 4 | 128 | fast | 0.80 (0.72–0.88) |"]
+    page = pages.performance_page(RESULTS | {"peers": PEERS | {"cells": slow}})
+    assert "| AVX-512, bfloat16 | S | bfloat16 | decoding | 4 | 128 | fast | 0.80 (0.72–0.88) |" in page
 
 
 def test_an_unavailable_peer_is_listed_with_the_reason() -> None:
