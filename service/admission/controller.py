@@ -176,7 +176,7 @@ class Admission:
         self._ended = Rate(min_events=max(_MIN_EVENTS, max_num_running))
         # Sequence starts, while the server is about full: known before the first endings. The starts that filled the
         # slots count, too.
-        self._started = Rate(amount=_FULL * max_num_running)
+        self._started = self._new_rate_of_starts()
         self._started_tokens = Rate()  # tokens of sequences that start, while sequences wait
         self._holdings: dict[str, _Holding] = {}
         self._retry_queues: dict[str, _RetryQueue] = {}
@@ -229,7 +229,10 @@ class Admission:
         self._check_retry_after()
         if not self.num_sequences:  # the next requests may be shorter
             self._ended.doubt()
-            self._started = Rate(amount=_FULL * self._configured_max_num_running)
+            self._started = self._new_rate_of_starts()
+
+    def _new_rate_of_starts(self) -> Rate:
+        return Rate(amount=_FULL * self._configured_max_num_running * len(self._limits))
 
     def limit_running(self, max_num_running: int | None, worker: int = 0) -> None:
         """Set a worker's current limit on running sequences, at most --max-num-running; None: --max-num-running."""
@@ -262,7 +265,11 @@ class Admission:
         if len(self._checked) < _MAX_CHECKED:
             self._checked.append((demand, now + seconds))
         if len(self._retry_queues) > _MAX_RETRY_QUEUES:
-            self._retry_queues = {name: queue for name, queue in self._retry_queues.items() if queue.due_seconds}
+            self._retry_queues = {
+                name: queue
+                for name, queue in self._retry_queues.items()
+                if queue.due_seconds and queue.due_seconds[-1] >= now
+            }
         return seconds
 
     def _count_retry(self, terms: QueuePolicy) -> None:

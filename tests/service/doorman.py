@@ -15,16 +15,18 @@ class Clock:
 class Service:
     """Admission control, and the fake clock that it reads."""
 
-    def __init__(self, *, running: int = 2, waiting: int = 2, tokens: int = 1000, draw: float = 0.0) -> None:
+    def __init__(self, *, running: int = 2, waiting: int = 2, tokens: int = 1000, workers: int = 1) -> None:
         self.clock = Clock()
         self.errors: list[float] = []
+        self.draw = 0.0
         self.admission = Admission(
             max_num_running=running,
             max_waiting_requests=waiting,
             max_waiting_tokens=tokens,
+            num_workers=workers,
             observe_error=self.errors.append,
             clock=self.clock,
-            draw=lambda: draw,
+            draw=lambda: self.draw,
         )
 
     def refused(self, token_counts: list[int], terms: QueuePolicy | None = None) -> Overloaded | None:

@@ -71,7 +71,8 @@ def test_retry_after_follows_the_token_rate_if_the_token_bound_is_reached() -> N
 def test_retry_after_is_spread_at_random() -> None:
     told = []
     for draw in (0.0, 1.0):
-        service = Service(running=1, waiting=3, draw=draw)
+        service = Service(running=1, waiting=3)
+        service.draw = draw
         service.admission.admit([10] * 4)
         service.work(200, seconds=2.0)
         told.append(service.seconds_refused([10]))
@@ -208,6 +209,33 @@ def test_each_rejected_client_gets_a_later_retry_after_if_clients_retry() -> Non
     # An expected retry is served first, which adds its time. Clients that never retry add none.
     assert told[0] == pytest.approx([1.0, 1.5, 2.0, 2.5], rel=0.1)
     assert told[1] == pytest.approx([1.0] * 4, rel=0.1)
+
+
+def test_tenants_whose_retries_are_past_are_forgotten() -> None:
+    service = Service(running=1, waiting=3)
+    service.admission.admit([10] * 4)
+    for number in range(3000):
+        service.clock.now += 1.0
+        assert service.refused([10], QueuePolicy(tenant=f"tenant {number}")) is not None
+    assert len(service.admission._retry_queues) <= 1001
+
+
+def test_the_rate_of_starts_after_an_idle_moment_is_that_of_all_workers() -> None:
+    """A prediction before the first ending, by a new server and after all its sequences have ended."""
+    service, told = Service(running=4, waiting=100, workers=4), []
+    for _ in range(2):
+        service.admission.admit([10] * 17)
+        for _ in range(16):
+            service.clock.now += 0.1
+            service.admission.started(10)
+        with pytest.raises(WaitTooLong) as rejection:
+            service.admission.admit([10], QueuePolicy(max_predicted_wait_seconds=0.05))
+        told.append(str(rejection.value))
+        service.clock.now += 600.0
+        service.admission.started(10)
+        for _ in range(17):
+            service.admission.ended()
+    assert told[1] == told[0]
 
 
 def test_the_error_of_a_retry_after_is_observed_once_the_request_would_fit() -> None:
