@@ -78,7 +78,7 @@ class ModelSettings(CheckpointSettings):
     max_context_length: AutoOrCount = option("engine", "auto")
     """maximum tokens of prompt and completion together; auto: all positions of the model"""
     max_num_running: int = option("engine", 64, ge=1, le=4096)
-    """maximum sequences in one step; the default on a GPU is 256"""
+    """maximum sequences in one step; the default on a GPU is 256, and at most --max-batched-tokens"""
     max_batched_tokens: int = option("engine", 512, ge=1)
     """maximum tokens computed in one step; the default on a GPU is 4096"""
     prompt_slowdown: float = option("engine", 1.75, ge=1)
@@ -110,9 +110,11 @@ class ModelSettings(CheckpointSettings):
         With --device auto, a machine with NVIDIA's driver counts as one with a GPU.
         """
         device = values.get("device", "auto")
-        if "max_batched_tokens" in values or not (device[:4] == "cuda" or (device == "auto" and has_nvidia_driver())):
+        if not (device[:4] == "cuda" or (device == "auto" and has_nvidia_driver())):
             return values
-        return _GPU_DEFAULTS | values
+        given = str(values.get("max_batched_tokens", ""))
+        most = max(int(given), 1) if given.isdecimal() else _GPU_DEFAULTS["max_num_running"]
+        return _GPU_DEFAULTS | {"max_num_running": min(_GPU_DEFAULTS["max_num_running"], most)} | values
 
     @field_validator("device")
     @classmethod

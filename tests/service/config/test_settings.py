@@ -439,7 +439,9 @@ def test_the_attention_flag_accepts_every_backend() -> None:
         (("--device", "cpu"), True, (64, 512)),
         (("--device", "cuda:1"), False, (256, 4096)),
         (("--device", "cuda", "--max-num-running", "8"), False, (8, 4096)),
-        (("--device", "cuda", "--max-batched-tokens", "128"), False, (64, 128)),
+        (("--device", "cuda", "--max-batched-tokens", "128"), False, (128, 128)),
+        (("--device", "cuda", "--max-batched-tokens", "8192"), False, (256, 8192)),
+        (("--device", "cuda", "--max-batched-tokens", "32", "--max-num-running", "8"), False, (8, 32)),
     ],
 )
 def test_a_gpu_gets_larger_steps_unless_they_are_given(
