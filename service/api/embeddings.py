@@ -22,7 +22,7 @@ from service.http.connection import ChunkedBody
 from service.ipc.messages import Pooling, Submit, TokenDelta
 from service.preprocess.request_processor import MAX_INLINE_CHARACTERS
 from service.protocol.embeddings import Embedding, EmbeddingList, EmbeddingRequest, EmbeddingUsage, write_vectors
-from service.protocol.errors import ClientGone, InvalidRequest, Overloaded
+from service.protocol.errors import InvalidRequest, Overloaded
 from service.protocol.request_model import split_prompts
 from service.protocol.responses import encode
 from service.requests.inflight import Choice, InflightRequest
@@ -42,8 +42,9 @@ class Embeddings:
         terms = read_queue_policy(request, asked.timeout, self._context.settings)
         plan = partial(self._plan, asked, terms, arrival_seconds)
         groups = await call(plan, in_thread=len(body) > MAX_INLINE_CHARACTERS)
+        response = EmbeddingBody(groups, asked, self._context)  # first: an exception then leaves no state
         self._context.engine_client.submit(groups[0])
-        return EmbeddingBody(groups, asked, self._context)
+        return response
 
     def _plan(self, asked: EmbeddingRequest, terms: QueuePolicy, arrival_seconds: float) -> list[InflightRequest]:
         """Return one choice per text of a request, in groups to submit one by one.
@@ -124,15 +125,16 @@ class GroupedBody(Delivery):
         """Submit the request's next group of texts. While the server is overloaded, wait and retry.
 
         The group before it, whose results are complete, counts as unfinished until then, so that a shutdown waits for
-        the whole request. Raises ClientGone if the client disconnects.
+        the whole request. Raises the `ApiError` of a request that fails meanwhile, such as ClientGone.
         """
         while True:
-            if not self._has_client:
-                raise ClientGone("the client closed the connection")
+            if self._request.failure is not None:
+                raise self._request.failure
             try:
                 self._context.engine_client.submit(group)
                 break
             except Overloaded as error:
+                group.terms = replace(group.terms, is_retry=True)
                 await asyncio.sleep(min(error.retry_after_seconds, 1.0))
         self._finish(self._request)
         self._request = group

@@ -93,10 +93,13 @@ class Scores:
         plan = partial(make, pairs, asked.truncate_prompt_tokens, arrival_seconds, adapter=adapter)
         choices = await call(plan, in_thread=num_characters > MAX_INLINE_CHARACTERS)
         groups = split_request(choices, terms, arrival_seconds, max_group=context.settings.max_num_running)
+        response = (  # first: an exception then leaves no state
+            SimilarityBody(groups, pairs, write, context)
+            if context.served.rerank is None
+            else YesNoBody(groups, context.served.rerank, terms, write, context)
+        )
         context.engine_client.submit(groups[0])
-        if context.served.rerank is None:
-            return SimilarityBody(groups, pairs, write, context)
-        return YesNoBody(groups, context.served.rerank, terms, write, context)
+        return response
 
     def _embedding_choices(
         self, pairs: TextPairs, num_kept: int | None, arrival_seconds: float, *, adapter: str

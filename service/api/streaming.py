@@ -56,7 +56,6 @@ class Delivery(Response, ABC):
         self._metrics = metrics
         self._finish = finish
         self.num_sent_tokens = 0
-        self._has_client = True
         self._first_token_seconds: dict[int, float] = {}  # by the choice's index
         self._last_token_seconds: dict[int, float] = {}
 
@@ -114,7 +113,6 @@ class Delivery(Response, ABC):
 
     async def _watch(self, receive: Receive) -> None:
         await wait_for_disconnect(receive)
-        self._has_client = False
         self._request.fail(ClientGone("the client closed the connection"))
 
     async def _send_body(self, send: Send, body: bytes) -> None:

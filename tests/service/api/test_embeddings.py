@@ -21,7 +21,7 @@ from service.ipc.messages import Pooling, encode_events
 from service.ipc.shared_state import Lifecycle, Phase
 from service.metrics.recorder import Metrics
 from service.protocol.embeddings import EmbeddingRequest, write_vectors
-from service.protocol.errors import Overloaded
+from service.protocol.errors import Draining, Overloaded
 from service.requests.inflight import InflightRequest
 from tests.service.echo import WIDTH, EchoChannel, vector
 from tests.service.sequences import make_choice, make_hello, make_request
@@ -251,6 +251,23 @@ def test_a_disconnect_ends_an_embeddings_request(
     assert queue.cancelled == ([] if answers else ["0"])
     cancelled = 'llm_requests_cancelled_total{engine="0",model_name="tiny",phase="%s"} 1.0'
     assert cancelled % ("running" if answers else "waiting") in metrics.render()[0].decode()
+
+
+def test_a_shutdown_ends_an_embeddings_request_that_waits_for_capacity(frontend: Frontend, metrics: Metrics) -> None:
+    async def run() -> Served:
+        served = Served(frontend, metrics, num_refusals=1_000_000)
+        task = asyncio.create_task(served.answer())
+        while served.num_refusals > 999_990:
+            await asyncio.sleep(0)
+        served.engine_client.fail_all(Draining("the server is shutting down", retry_after_seconds=1.0))
+        with pytest.raises(Draining):
+            await task
+        return served
+
+    served = asyncio.run(run())
+    assert served.sent == []
+    assert served.engine_client.num_requests == 0
+    assert served.groups[1].terms.is_retry
 
 
 def test_an_engine_failure_fails_an_embeddings_request(
