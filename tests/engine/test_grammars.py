@@ -273,6 +273,20 @@ def test_a_grammar_that_exceeds_a_limit_is_not_kept(monkeypatch: pytest.MonkeyPa
     assert compiled == [growing, growing]
 
 
+def test_a_compilation_without_memory_fails_its_sequence_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_once(vocabulary: Any, grammar: str) -> LLMatcher:
+        monkeypatch.setattr(grammar_masks, "compile_grammar", compile_grammar)
+        raise MemoryError("out of memory")
+
+    monkeypatch.setattr(grammar_masks, "compile_grammar", fail_once)
+    engine = make_engine()
+    failed = drive(engine, [ask("first", CHOICE), ask("free", None, max_tokens=5)])
+    assert failed["first"].finish is not None
+    assert failed["first"].finish.error == "the grammar could not be compiled: out of memory"
+    assert failed["free"].reason is FinishReason.LENGTH
+    assert drive(engine, [ask("second", CHOICE)])["second"].reason is FinishReason.STOP
+
+
 def test_a_grammar_that_cannot_be_compiled_ends_its_sequence_alone() -> None:
     outcomes = drive(make_engine(), [ask("bad", LLMatcher.grammar_from_regex("(a")), ask("good", CHOICE)])
     assert outcomes["bad"].finish is not None

@@ -11,6 +11,7 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from model.chat.reasoning import all_marks, mark_ids
+from model.io.files import first_line
 from model.structured_output.grammar import GrammarError, Vocabulary, compile_grammar
 from model.tokenizer.interface import Tokenizer
 from service.engine.scheduling.sequence import SequenceState
@@ -100,9 +101,17 @@ class Grammars:
     def begin(self, uid: str, prior_token_ids: Sequence[int]) -> bool:
         """Create the grammar matcher of a sequence. Return True if the prior tokens complete the grammar.
 
-        prior_token_ids: completion tokens of earlier attempts. Raise `GrammarError` if the grammar does not allow them.
+        prior_token_ids: completion tokens of earlier attempts.
+        Raises `GrammarError` if the grammar does not allow these tokens, or could not be compiled.
         """
-        matcher = self._futures.pop(uid).result().deep_copy()
+        try:
+            matcher = self._futures.pop(uid).result().deep_copy()
+        except Exception as error:
+            if isinstance(error, GrammarError):
+                raise
+            # The next sequence with this grammar compiles it again: a file may be back, or memory free.
+            self._compiled.pop(self._sources[uid], None)
+            raise GrammarError(f"the grammar could not be compiled: {first_line(error)}") from error
         if not matcher.consume_tokens(list(prior_token_ids)):
             raise GrammarError(matcher.get_error())
         self._matchers[uid] = matcher
