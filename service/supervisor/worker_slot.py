@@ -108,6 +108,6 @@ class WorkerSlot:
 def cause_of_death(exitcode: int | None) -> str:
     """Describe the end of a process by its exit code, as a predicate: "was killed by SIGKILL"."""
     if exitcode is not None and exitcode < 0:
-        name = signal.Signals(-exitcode).name
+        name = {each.value: each.name for each in signal.Signals}.get(-exitcode, f"signal {-exitcode}")
         return f"was killed by {name}{_LIKELY_CAUSES.get(name, '')}"
     return f"ended with exit code {exitcode or 0}"

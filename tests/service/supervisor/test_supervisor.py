@@ -170,6 +170,7 @@ def _handlers_as_before() -> Iterator[None]:
             "while starting",
             1,
         ),
+        (-40, "the worker was killed by signal 40 while starting", 1),
         (1, "the worker ended with exit code 1 while starting", 1),
     ],
 )
