@@ -55,6 +55,10 @@ CONFIG_FILE = "config.json"
 MANIFEST_FILE = "manifest.json"
 FORMAT = "kvasir-checkpoint-1"
 MAX_NAME_CHARACTERS = 255  # a directory name's limit; the name is in every response and on every page
+_UNKNOWN_SPLIT = (
+    "tokenizer.ggml.pre is missing, so texts are split as by GPT-2; another model then gets wrong tokens; convert the "
+    "model again"
+)
 
 
 @dataclass(frozen=True, kw_only=True)  # no slots, for the cached property
@@ -67,7 +71,7 @@ class Manifest:
     index: tensor name -> name of its weight file, from model.safetensors.index.json; empty without this file.
     quantization: encoding of quantized matrices; None: no matrix is quantized.
     training: facts about the training run; empty for a Hugging Face directory or GGUF file.
-    config_warnings: warnings about keys of config.json that are ignored.
+    config_warnings: warnings about keys of config.json that are ignored, or about a missing key of a GGUF file.
     """
 
     directory: Path
@@ -232,6 +236,7 @@ def _read_gguf_manifest(path: Path) -> Manifest:
     bits = sorted({TENSOR_TYPES[name].served_bits for name in quantized})
     groups = "of 16 and 32" if 6 in bits else "of 32"
     text = f"{' and '.join(f'int{each}' for each in bits)} in groups {groups}, from GGUF's {', '.join(quantized)}"
+    is_split_unknown = file.text("tokenizer.ggml.model") == "gpt2" and not file.text("tokenizer.ggml.pre")
     return Manifest(
         directory=path,
         name=name,
@@ -240,6 +245,7 @@ def _read_gguf_manifest(path: Path) -> Manifest:
         training={},
         family=family,
         quantization=StoredQuantization(GgufEncoding(), text) if quantized else None,
+        config_warnings=(f"{path}: {_UNKNOWN_SPLIT}",) if is_split_unknown else (),
     )
 
 

@@ -75,8 +75,14 @@ _FALCON_KEYS = {
     "feed_forward_length": "ffn_hidden_size",
     "attention.layer_norm_epsilon": "layer_norm_epsilon",
 }
-# Keys that do not change the logits, or repeat what the tensors' shapes say.
-_UNUSED_KEYS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+# Keys that do not change the logits, or repeat what the tensors' shapes say. Files of dense Granite 4 have the sizes of
+# SSM layers and of a shared expert, without their tensors.
+_UNUSED_KEYS = (
+    *("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "expert_shared_feed_forward_length"),
+    *(f"ssm.{name}" for name in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")),
+)
+# Keys with the value that says what is computed without them; expert gates of kind 1 are a softmax.
+_STATED_DEFAULTS = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1, "expert_gating_func": 1}
 # Config key for biases of q, k and v; None for families without one, which always have biases.
 _BIAS_KEYS = {
     **dict.fromkeys(("qwen2", "gpt2", "bloom")),
@@ -278,7 +284,9 @@ def _gemma4_values(file: GgufFile, found: dict[str, Any], values: dict[str, Any]
             del found[key]
     size, shared = values["intermediate_size"], found.pop("attention.shared_kv_layers", 0)
     sizes = file.numbers(_MLP_SIZES) if _MLP_SIZES in file.arrays else []
-    is_wide = sizes == [size] * (values["num_hidden_layers"] - shared) + [2 * size] * shared
+    is_wide = len(sizes) == values["num_hidden_layers"] >= shared and all(
+        own == (size if number < len(sizes) - shared else 2 * size) for number, own in enumerate(sizes)
+    )
     if not is_wide and set(sizes) > {size}:
         raise CheckpointError(
             f"{file.path}: {_MLP_SIZES} must be the same in all layers, or twice as large in the last {shared}, "
@@ -308,15 +316,29 @@ def _own_metadata(file: GgufFile, prefix: str) -> dict[str, Any]:
             if not values or (len(set(values)) > 1 and key != _MLP_SIZES):
                 raise CheckpointError(f"{file.path}: {key} is empty or differs between layers; use another model")
             found[key.removeprefix(prefix)] = values[0]
+    if found.get("attention.causal") is False:
+        raise CheckpointError(f"{file.path}: {prefix}attention.causal is false; use a decoder-only model")
+    if prefix.startswith("granite") and found.get("rope.scaling.finetuned") is False:
+        raise CheckpointError(
+            f"{file.path}: {prefix}rope.scaling.finetuned is false, which for Granite means no rotary embedding; "
+            "this is not implemented; use another model"
+        )
     for key, value in found.items():
         if isinstance(value, float):  # of float32: 1e-06, not 9.999999974752427e-07
-            found[key] = _shortest(value)
+            found[key] = _shortest(file, f"{prefix}{key}", value)
+    stated = {key for key, value in _STATED_DEFAULTS.items() if found.get(key) == value}
     # A count of 0 means that the feature is absent, for example experts.
-    return {key: v for key, v in found.items() if key not in _UNUSED_KEYS and (v != 0 or isinstance(v, bool))}
+    return {
+        key: value
+        for key, value in found.items()
+        if key not in _UNUSED_KEYS and key not in stated and (value != 0 or isinstance(value, bool))
+    }
 
 
-def _shortest(value: float) -> float:
-    """Return the float64 with the fewest digits that rounds to this float32."""
+def _shortest(file: GgufFile, name: str, value: float) -> float:
+    """Return the float64 with the fewest digits that rounds to this float32. Raises CheckpointError: not finite."""
+    if not math.isfinite(value):
+        raise CheckpointError(f"{file.path}: {name} has the value {value}; convert the model again")
     digits = (float(f"{value:.{number}g}") for number in range(6, 10))
     return next(short for short in digits if struct.pack("f", short) == struct.pack("f", value))
 
@@ -340,35 +362,31 @@ def _rotary_values(file: GgufFile, found: dict[str, Any], head_dim: int, *, is_p
             rope |= {"original_max_position_embeddings": original, **betas}
     elif found.get("rope.scaling.factor") == 1:
         del found["rope.scaling.factor"]
-    share = found.pop("rope.dimension_count", head_dim) / head_dim
+    num_rotated = found.pop("rope.dimension_count", head_dim)
+    share = num_rotated / head_dim
     # The next larger float, so that head_dim * share, rounded down, is never below the number in the file.
     rope |= {"partial_rotary_factor": share if share == 1 else math.nextafter(share, 2)}
     if not is_partial and _ROTARY_FACTORS in file.tensors:
-        divisors = _numbers(file, _ROTARY_FACTORS)
-        if len(divisors) != head_dim // 2:
-            raise CheckpointError(
-                f"{file.path}: {_ROTARY_FACTORS} has the shape ({len(divisors)},), not {head_dim // 2}; "
-                "convert the model again"
-            )
+        divisors = _numbers(file, _ROTARY_FACTORS, head_dim // 2)
         rope |= _frequency_scaling(file, divisors, float(rope["rope_theta"]))
     if any(name not in file.tensors for name in _LONGROPE_FACTORS.values()):
         return {"rope_parameters": rope}
     rope |= {"rope_type": "longrope", "attention_factor": found.pop("rope.scaling.attn_factor", None)}
-    rope |= {key: _numbers(file, name) for key, name in _LONGROPE_FACTORS.items()}
+    rope |= {key: _numbers(file, name, num_rotated // 2) for key, name in _LONGROPE_FACTORS.items()}
     return {"rope_parameters": rope, "original_max_position_embeddings": original}
 
 
-def _numbers(file: GgufFile, name: str) -> list[float]:
-    """Return the numbers of a tensor. Raises CheckpointError unless it has one dimension and the type F32."""
+def _numbers(file: GgufFile, name: str, size: int) -> list[float]:
+    """Return the numbers of a tensor. Raises CheckpointError unless it has `size` finite numbers of the type F32."""
     header = file.tensors[name]
-    if header.dtype != "F32" or len(header.shape) != 1:
+    if header.dtype != "F32" or header.shape != (size,):
         raise CheckpointError(
-            f"{file.path}: {name} has the type {header.dtype} and the shape {header.shape}, but must be F32 with one "
-            "dimension; convert the model again"
+            f"{file.path}: {name} has the type {header.dtype} and the shape {header.shape}, not F32 and ({size},); "
+            "convert the model again"
         )
     with reading(file.path), file.path.open("rb") as source:
         source.seek(header.begin)
-        return [_shortest(number) for (number,) in struct.iter_unpack("<f", source.read(4 * header.shape[0]))]
+        return [_shortest(file, name, number) for (number,) in struct.iter_unpack("<f", source.read(4 * size))]
 
 
 def _frequency_scaling(file: GgufFile, divisors: list[float], theta: float) -> dict[str, Any]:
@@ -385,7 +403,7 @@ def _frequency_scaling(file: GgufFile, divisors: list[float], theta: float) -> d
     factor = max(divisors)
     values = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     wavelengths = [2 * math.pi * theta ** (number / len(divisors)) for number in range(len(divisors))]
-    for length in _LLAMA3_LENGTHS:
+    for length in _LLAMA3_LENGTHS if factor > 0 else ():
         smooth = [min(max((length / wavelength - 1) / 3, 0.0), 1.0) for wavelength in wavelengths]
         wanted = [1 / ((1 - part) / factor + part) for part in smooth]
         if all(math.isclose(*pair, rel_tol=1e-4) for pair in zip(wanted, divisors, strict=True)):

@@ -21,7 +21,6 @@ from model.io.safetensors_header import MAX_HEADER_BYTES, MAX_TENSORS, TensorHea
 
 Scalar = int | float | bool | str
 MAGIC = b"GGUF"
-SUFFIX = ".gguf"
 _VERSIONS = (2, 3)
 _MAX_ENTRIES = 2**16
 _MAX_ITEMS = 2**22  # maximum for an array: over ten times the largest published vocabulary
@@ -131,7 +130,7 @@ class GgufFile:
 
 def is_gguf(path: Path) -> bool:
     """Return True if a path is a file whose name ends in .gguf, in upper or lower case."""
-    return path.suffix.lower() == SUFFIX and path.is_file()
+    return path.suffix.lower() == ".gguf" and path.is_file()
 
 
 def read_gguf(path: Path) -> GgufFile:

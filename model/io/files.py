@@ -63,7 +63,7 @@ def parsing(path: Path) -> Iterator[None]:
         raise
     except OneLineError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{path}: malformed: {error!r}; copy the file again") from error
 
 

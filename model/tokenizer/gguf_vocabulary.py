@@ -40,21 +40,23 @@ _GPT2, _DIGITS = _Split(pattern=GPT2_PATTERN), _Split(pattern=GPT2_PATTERN, befo
 _LLAMA3 = _Split(pattern=LLAMA3_PATTERN, whole_first=True)
 _QWEN2 = _Split(pattern=QWEN_PATTERN, composes=True)
 _SPLITS: Mapping[str, _Split] = {
-    **dict.fromkeys(("gpt-2", "default", "phi-2", "mpt", "exaone4"), _GPT2),
+    **dict.fromkeys(
+        ("gpt-2", "default", "phi-2", "mpt", "exaone4", "a.x-4.0", "gigachat", "jais", "mellum", "trillion"), _GPT2
+    ),
     "olmo": _Split(pattern=GPT2_PATTERN, composes=True),  # GPT-NeoX's
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3"), _LLAMA3),
-    "dbrx": _Split(pattern=LLAMA3_PATTERN),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "pixtral"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), _Split(pattern=LLAMA3_PATTERN)),  # smaug-bpe: SmolLM3
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "kormo", "megrez"), _QWEN2),
     **dict.fromkeys(("stablelm2", "hunyuan"), _Split(pattern=QWEN_PATTERN)),
     "hunyuan-dense": _Split(
         pattern=r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
         r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
         before=(r"\p{N}{1,3}", "[一-龥\u3040-ゟ゠-ヿ]+"),
     ),
-    "bloom": _Split(pattern=r" ?[^(\s|.,!?…。，、।۔،)]+"),
+    **dict.fromkeys(("bloom", "gpt3-finnish", "poro-chat"), _Split(pattern=r" ?[^(\s|.,!?…。，、।۔،)]+")),
     "falcon": _Split(pattern=GPT2_PATTERN, before=(r"[\p{P}$+<=>^~|`]+",), after=("[0-9][0-9][0-9]",)),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), _DIGITS),
-    "gpt-4o": _Split(pattern=O200K_PATTERN),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("gpt-4o", "kanana2", "llama4"), _Split(pattern=O200K_PATTERN)),
     "tekken": _Split(pattern=TEKKEN_PATTERN, whole_first=True),
 }
 

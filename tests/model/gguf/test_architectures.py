@@ -1,5 +1,6 @@
 """Models of GGUF files: logits of every architecture equal those of the transformers library."""
 
+import math
 from pathlib import Path
 
 import gguf
@@ -175,12 +176,50 @@ def test_a_file_without_a_name_is_named_after_itself(tmp_path: Path) -> None:
         ({"llama.expert_shared_count": 1}, "expert_shared_count=1: unknown key"),
         ({"llama.rope.scaling.type": "ntk", "llama.rope.scaling.factor": 4.0}, "rope_type='ntk': supported"),
         ({"llama.rope.dimension_count": 4}, "partial_rotary_factor=0.5.*rotates whole heads"),
+        ({"llama.rope.freq_base": -math.nan}, r"llama\.rope\.freq_base has the value nan"),
+        ({"llama.rope.freq_base": math.inf}, r"llama\.rope\.freq_base has the value inf"),
+        ({"llama.expert_gating_func": 2}, "expert_gating_func=2: unknown key"),
+        ({"llama.attention.causal": False}, r"llama\.attention\.causal is false; use a decoder-only model"),
     ],
 )
 def test_unsupported_metadata_is_rejected(tmp_path: Path, changes: dict[str, object], problem: str) -> None:
     path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), changes=changes)
     with pytest.raises(CheckpointError, match=problem):
         read_manifest(path).verify()
+
+
+def test_keys_that_state_a_default_are_accepted(tmp_path: Path) -> None:
+    """Files of dense Granite 4 also have the sizes of SSM layers and of a shared expert."""
+    model = CASES["granite"].build()
+    sizes = ("ssm.conv_kernel", "ssm.inner_size", "ssm.time_step_rank", "expert_shared_feed_forward_length")
+    stated = {"attention.causal": True, "expert_gating_func": 1, "rope.scaling.finetuned": True}
+    changes = {f"granite.{key}": value for key, value in [*stated.items(), *((key, 4) for key in sizes)]}
+    path = write_model(tmp_path / "m.gguf", model, changes=changes)
+    assert read_manifest(path).config == read_manifest(write_model(tmp_path / "n.gguf", model)).config
+
+
+def test_an_unknown_split_of_texts_is_a_warning(tmp_path: Path) -> None:
+    for number, (pre, is_known) in enumerate(((None, False), ("gpt-2", True))):
+        changes = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+        path = write_model(tmp_path / f"{number}.gguf", CASES["llama mha"].build(), changes=changes)
+        warnings = read_manifest(path).config_warnings
+        assert len(warnings) == (0 if is_known else 1)
+        assert all("tokenizer.ggml.pre is missing, so texts are split as by GPT-2" in warning for warning in warnings)
+
+
+def test_granite_without_rotary_embeddings_is_rejected(tmp_path: Path) -> None:
+    changes = {"granite.rope.scaling.finetuned": False}
+    path = write_model(tmp_path / "m.gguf", CASES["granite"].build(), changes=changes)
+    with pytest.raises(CheckpointError, match=r"finetuned is false, which for Granite means no rotary embedding"):
+        read_manifest(path)
+
+
+def test_a_huge_number_of_layers_takes_no_memory(tmp_path: Path) -> None:
+    """The array of MLP sizes is not compared with a list of that length."""
+    changes = {"gemma4.block_count": 2**31 - 1}
+    path = write_model(tmp_path / "m.gguf", CASES["gemma4"].build(), changes=changes)
+    with pytest.raises(CheckpointError, match="must be the same in all layers, or twice as large in the last 2"):
+        read_manifest(path)
 
 
 def test_one_value_for_every_layer_is_read(tmp_path: Path) -> None:
@@ -216,9 +255,18 @@ def test_a_scaling_that_is_not_llama3s_is_rejected(tmp_path: Path) -> None:
         read_manifest(path)
 
 
-def test_divisors_of_another_shape_are_rejected(tmp_path: Path) -> None:
-    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=np.ones(5, np.float32))
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight has the shape \(5,\), not 4"):
+@pytest.mark.parametrize(
+    ("divisors", "problem"),
+    [
+        ([1.0] * 5, r"has the type F32 and the shape \(5,\), not F32 and \(4,\)"),
+        ([0.0] * 4, "is not a scaling of Llama 3 or Gemma 4"),
+        ([1.0, 1.0, 1.0, -math.nan], "has the value nan"),
+    ],
+)
+def test_malformed_divisors_are_rejected(tmp_path: Path, divisors: list[float], problem: str) -> None:
+    numbers = np.array(divisors, np.float32)
+    path = write_model(tmp_path / "m.gguf", CASES["llama mha"].build(), divisors=numbers)
+    with pytest.raises(CheckpointError, match=rf"rope_freqs\.weight.* {problem}"):
         read_manifest(path)
 
 

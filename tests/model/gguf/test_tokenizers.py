@@ -22,6 +22,7 @@ from tests.model.tokenizer.texts import all_texts, stories
 BYTE_LEVEL = {
     "gpt-2": makers.gpt2,
     "llama-bpe": makers.llama3,
+    "smaug-bpe": makers.smollm3,
     "qwen2": makers.qwen,
     "smollm": makers.digits,
     "gpt-4o": makers.o200k_pattern,

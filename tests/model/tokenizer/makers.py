@@ -67,6 +67,13 @@ def llama3() -> Tokenizer:
     return library
 
 
+def smollm3() -> Tokenizer:
+    """Return one like SmolLM3's: the split pattern of Llama 3, with every piece built by merges."""
+    library = _byte_level(LLAMA3_PATTERN, special=[])
+    library.add_special_tokens(["<|begin_of_text|>", "<|end_of_text|>"])
+    return library
+
+
 def qwen() -> Tokenizer:
     """Return a tokenizer like that of Qwen 2 and 3: with NFC, and every digit a piece."""
     library = _byte_level(QWEN_PATTERN, special=[], nfc=True)
