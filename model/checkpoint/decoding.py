@@ -31,20 +31,34 @@ _MIDDLE = 8  # of the codes 0 to 15
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 outputs
 
 
-def decode(place: Placement, config: ModelConfig) -> GroupedWeight | Tensor:
+def decode(place: Placement, config: ModelConfig, dtype: torch.dtype = torch.float32) -> GroupedWeight | Tensor:
     """Return a model tensor, decoded from its stored tensors. Raises CheckpointError.
 
     The result is a quantized matrix in groups, or a dense float32 tensor if a part of it is fp8 or not quantized.
+    dtype: in which a dense tensor will be served; its numbers must fit.
     """
     if isinstance(place.encoded[0].encoding, GgufEncoding):
         whole: GroupedWeight | Tensor = read_grouped(place.parts)
     else:
-        whole = _join([DECODERS[type(encoded.encoding)](encoded) for encoded in place.encoded])
+        whole = _join([_decode_finite(encoded, dtype) for encoded in place.encoded])
     if (rows_F := _stored_rows(place, config)) is None:
         return whole
     if isinstance(whole, Tensor):
         return whole[rows_F]
     return whole.select(rows_F)
+
+
+def _decode_finite(encoded: EncodedTensor, dtype: torch.dtype) -> GroupedWeight | Tensor:
+    """Return a decoded matrix. Raises CheckpointError if a dense one does not fit `dtype`, or a scale is infinite."""
+    weight = DECODERS[type(encoded.encoding)](encoded)
+    header = next(iter(encoded.tensors.values()))
+    if isinstance(weight, Tensor):
+        check_finite(weight, header, dtype)
+        return weight
+    for numbers_FG in (weight.scale_FG, weight.offset_FG):
+        if numbers_FG is not None:
+            check_finite(numbers_FG, header, torch.float32)
+    return weight
 
 
 def map_blocks(place: Placement, config: ModelConfig) -> StoredWeight:
@@ -168,8 +182,6 @@ def _decode_fp8(encoded: EncodedTensor) -> Tensor:
             scale = scale.repeat_interleave(min(size, encoded.shape[dimension]), dim=dimension)
         scale = scale[: encoded.shape[0], : encoded.shape[1]]
     weight_FI *= scale
-    header = encoded.tensors["weight"]
-    check_finite(weight_FI, header, torch.float32)
     return weight_FI
 
 

@@ -60,7 +60,7 @@ def load_model(
             continue
         place = placements[name]
         is_mapped = bool(packed_next) and isinstance(place.encoded[0].encoding, GgufEncoding)
-        weight = (map_blocks if is_mapped else decode)(place, manifest.config)
+        weight = map_blocks(place, manifest.config) if is_mapped else decode(place, manifest.config, dtype)
         is_on_cpu = torch.device(device).type == "cpu"
         if isinstance(weight, StoredWeight) or (isinstance(weight, GroupedWeight) and is_on_cpu):
             _set_quantized(model, module, _linear(weight, tensors.pop(f"{module}.bias", None)), dtype)

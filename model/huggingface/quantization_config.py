@@ -21,6 +21,7 @@ QUANTIZATION_KEY = "quantization_config"
 Roles = Mapping[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
 _INT32 = ("I32",)
 _GROUP = 32  # inputs of a group of the kernels; larger groups repeat their scales
+_MAX_GROUP = 2**20
 _SCALES = "quantized scales are not supported"
 
 
@@ -299,14 +300,14 @@ def _check_kind(weights: ConfigReader, kind: str) -> None:
 def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
     """Return the number of inputs that share a scale, from the first given key of `names`, else 128; None: all.
 
-    Raises CheckpointError unless the number is -1 (all) or a multiple of 32.
+    Raises CheckpointError unless the number is -1 (all) or a multiple of 32, at most `_MAX_GROUP`.
     """
     found = [(name, value) for name in names if (value := reader.value(name)) is not None]
     name, size = found[0] if found else (names[0], 128)
-    if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and (size < _GROUP or size % _GROUP)):
-        reader.reject(
-            name, size, f"supported are -1 (one group) and multiples of {_GROUP}; use a checkpoint with one of these"
-        )
+    is_count = isinstance(size, int) and not isinstance(size, bool)
+    if not (is_count and (size == -1 or (_GROUP <= size <= _MAX_GROUP and size % _GROUP == 0))):
+        known = f"-1 (one group) and multiples of {_GROUP} up to {_MAX_GROUP}"
+        reader.reject(name, size, f"supported are {known}; use a checkpoint with one of these")
     return None if size == -1 else size
 
 
@@ -353,13 +354,16 @@ _HARMLESS_KEYS = """
     block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id use_exllama max_input_length
     exllama_config cache_block_outputs modules_in_block_to_quantize backend mse act_group_aware disable_exllama
     do_fuse fuse_max_seq_len modules_to_fuse activation_scheme dequantize expert_dtype quantization_status
-    global_compression_ratio version run_compressed use_optimized_inference
+    global_compression_ratio version run_compressed use_optimized_inference method pack_impl offload_to_disk
+    offload_to_disk_path autoround_version enable_quanted_input enable_minmax_tuning enable_norm_bias_tuning seqlen
+    scale_dtype lr minmax_lr gradient_accumulate_steps iters amp nsamples low_gpu_mem_usage to_quant_block_names
 """
 _HARMLESS = frozenset(_HARMLESS_KEYS.split())
 _PLAIN = "use a checkpoint without it"
 _MUST_BE: Requirements = {
     "is_marlin_format": ((False,), "Marlin's packing is not supported; use the checkpoint before its repacking"),
     "dynamic": (({}, False), f"schemes of single modules are not supported; {_PLAIN}"),
+    "data_type": (("int",), f"only integers are supported; {_PLAIN}"),
     "pack_dtype": (("int32",), f"only int32 is supported; {_PLAIN}"),
     "kv_cache_scheme": ((), f"a quantized KV-cache is not supported; {_PLAIN}"),
     "transform_config": (({},), f"transforms are not supported; {_PLAIN}"),

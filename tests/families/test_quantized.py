@@ -171,6 +171,24 @@ def test_eight_bit_directories_compute_their_dequantized_weights(tmp_path: Path,
     check_logits(tmp_path, 1e-5)
 
 
+def test_numbers_that_become_infinite_are_rejected(tmp_path: Path) -> None:
+    """A scale times a zero point, and an fp8 number times its scale in bfloat16, exceed the largest finite number."""
+    write_form(tmp_path / "awq", FORMS["awq 32"])
+    tensors = load_file(tmp_path / "awq" / SINGLE_FILE)
+    tensors[f"{MLP}.scales"] = torch.full_like(tensors[f"{MLP}.scales"], 1e38, dtype=torch.float32)
+    save_file(tensors, tmp_path / "awq" / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=f"{MLP}.* holds NaN or infinity"):
+        load(tmp_path / "awq")
+    config, store, _ = WIDE_FORMS["fp8 of AutoFP8"]
+    write_directory(tmp_path / "fp8", config, store)
+    tensors = load_file(tmp_path / "fp8" / SINGLE_FILE)
+    tensors[f"{MLP}.weight_scale"] = 3.397e38 / tensors[f"{MLP}.weight"].float().abs().max()
+    save_file(tensors, tmp_path / "fp8" / SINGLE_FILE)
+    load(tmp_path / "fp8")
+    with pytest.raises(CheckpointError, match=f"{MLP}.* holds numbers that are too large for bfloat16"):
+        load(tmp_path / "fp8", dtype=torch.bfloat16)
+
+
 def test_added_biases_of_zeros_are_dropped(tmp_path: Path) -> None:
     """AutoGPTQ adds a bias to every layer, for example in the published GPTQ files of Qwen2.5."""
     write_form(tmp_path, FORMS["gptq biased"])
@@ -197,6 +215,22 @@ PUBLISHED: dict[str, tuple[str, str]] = {
         """{"bits": 4, "group_size": 32, "damp_percent": 0.1, "desc_act": true, "sym": true, "true_sequential": true,
         "model_name_or_path": null, "model_file_base_name": "model", "quant_method": "gptq"}""",
         "int8 in groups of 32, requantized from GPTQ's int4 with desc_act",
+    ),
+    "GPTQModel": (
+        """{"bits": 4, "checkpoint_format": "gptq", "desc_act": false, "group_size": 128, "lm_head": false,
+        "meta": {"quantizer": ["gptqmodel:5.0.0"]}, "method": "gptq", "offload_to_disk": true,
+        "offload_to_disk_path": "./gptqmodel_offload/a/", "pack_dtype": "int32", "pack_impl": "cpu",
+        "quant_method": "gptq", "sym": true}""",
+        "int4 in groups of 128, from GPTQ",
+    ),
+    "AutoRound, exported as GPTQ": (
+        """{"amp": true, "autoround_version": "0.4.2", "batch_size": 8, "bits": 4, "damp_percent": 0.01,
+        "data_type": "int", "desc_act": false, "enable_minmax_tuning": true, "enable_norm_bias_tuning": false,
+        "enable_quanted_input": true, "gradient_accumulate_steps": 1, "group_size": 128, "iters": 200,
+        "low_gpu_mem_usage": true, "lr": 0.005, "minmax_lr": 0.005, "nsamples": 512, "quant_method": "gptq",
+        "scale_dtype": "torch.float16", "seqlen": 2048, "sym": true, "to_quant_block_names": null,
+        "true_sequential": false}""",
+        "int4 in groups of 128, from GPTQ",
     ),
     "Qwen2.5 AWQ": (
         """{"bits": 4, "group_size": 128, "modules_to_not_convert": null, "quant_method": "awq", "version": "gemm",
@@ -298,6 +332,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "2 bits": ("awq 32", lambda c: c.update(bits=2), "bits=2: only 4 bits are supported"),
     "8 bits": ("gptq 128", lambda c: c.update(bits=8), "bits=8: only 4 bits are supported"),
     "group of 16": ("gptq 128", lambda c: c.update(group_size=16), "group_size=16: supported are -1 (one group) and"),
+    "huge group": ("gptq 128", lambda c: c.update(group_size=2**40), f"group_size={2**40}: supported are -1 (one"),
     "group of 0": ("awq 32", lambda c: c.update(group_size=0), "group_size=0: supported are -1 (one group) and"),
     "marlin": ("gptq 128", lambda c: c.update(checkpoint_format="marlin"), "checkpoint_format='marlin': supported"),
     "marlin flag": ("gptq 128", lambda c: c.update(is_marlin_format=True), "is_marlin_format=True: Marlin's packing"),
