@@ -5,7 +5,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from model.gguf.container import SUFFIX
+from model.gguf.container import is_gguf
 
 
 def read_ahead(checkpoint: Path) -> None:
@@ -14,7 +14,7 @@ def read_ahead(checkpoint: Path) -> None:
     checkpoint: directory with safetensors files, or GGUF file. Files that cannot be read are not reported.
     """
     with suppress(OSError, ValueError):  # the loader reports errors
-        found = [checkpoint] if checkpoint.suffix == SUFFIX else sorted(checkpoint.glob("*.safetensors"))
+        found = [checkpoint] if is_gguf(checkpoint) else sorted(checkpoint.glob("*.safetensors"))
         paths = [path for path in found if stat.S_ISREG(path.stat().st_mode)]
         room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if 2 * sum(path.stat().st_size for path in paths) > room:

@@ -16,7 +16,7 @@ from model.attention.paged import KernelContext
 from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
-from model.gguf.container import SUFFIX
+from model.gguf.container import is_gguf
 from model.gguf.tensor_types import joint_bits
 from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
@@ -419,14 +419,17 @@ def _choose_dtype(
         return _DTYPES[settings.dtype], "as set"
     if device != "cpu":
         return torch.bfloat16, "auto on CUDA"
-    # A quantized GGUF file has float32 norms, whatever the model's dtype was.
-    is_gguf = manifest.quantization is not None and manifest.directory.suffix == SUFFIX
-    stored = torch.bfloat16 if is_gguf else _STORED_DTYPES[manifest.weight_dtype]
+    stored, reason = _STORED_DTYPES[manifest.weight_dtype], "auto: as the checkpoint"
+    is_quantized = settings.quantize != "none" or manifest.quantization is not None
+    # Quantization rounds far more than bfloat16, which therefore serves float16 beside it. A quantized GGUF file has
+    # float32 norms, whatever the model's dtype was.
+    if is_quantized and (stored is torch.float16 or (manifest.quantization and is_gguf(manifest.directory))):
+        stored, reason = torch.bfloat16, "auto: the weights are quantized"
     if stored is not torch.bfloat16:
         return torch.float32, f"auto: the checkpoint is {_name(stored)}"
     if library is None or not computes(manifest.config, torch.bfloat16):
         return torch.float32, "auto: no native kernels compute this model here in bfloat16"
-    return torch.bfloat16, "auto: the checkpoint is a quantized GGUF file" if is_gguf else "auto: as the checkpoint"
+    return torch.bfloat16, reason
 
 
 def _choose_threads(settings: ModelSettings, *, is_native: bool) -> tuple[int, str]:

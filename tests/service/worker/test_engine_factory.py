@@ -96,6 +96,17 @@ def test_auto_dtype_is_that_of_the_checkpoint_with_native_kernels(
         build_engine(settings(stored.directory, require_fast_path=True), stored)
 
 
+def test_float16_beside_quantized_matrices_is_computed_in_bfloat16(tmp_path: Path) -> None:
+    """Float16 alone is computed in float32, which holds its numbers."""
+    stored = read_manifest(save_tiny_checkpoint(tmp_path / "float16", dtype=torch.float16))
+    for quantize, expected in (
+        ("none", "float32 (auto: the checkpoint is float16)"),
+        ("int8", "bfloat16 (auto: the weights are quantized)"),
+    ):
+        _, facts = build_engine(settings(stored.directory, quantize=quantize), stored)
+        assert facts.setting_values()["dtype"] == expected
+
+
 def test_effective_values_give_the_reason_of_a_choice(manifest: Manifest, tiny_checkpoint: Path) -> None:
     _, facts = build_engine(settings(tiny_checkpoint, threads=2), manifest)
     assert facts.setting_values()["dtype"] == "float32 (auto: the checkpoint is float32)"
