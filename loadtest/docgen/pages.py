@@ -148,7 +148,7 @@ def _peer_facts(
         "default_shapes": _named({name: shape for part in defaults for name, shape in part["shapes"].items()}),
         "default_pairs": [pair for part in defaults for row in part["cells"] for pair in compared_pairs(row)],
         "slower_pairs": [
-            pair | {"level": level}
+            {**pair, "level": level}
             for level, pairs in (("AVX-512, bfloat16", every), ("AVX2", avx2_pairs))
             for pair in pairs
             if pair["ratio"]["median"] < 1
