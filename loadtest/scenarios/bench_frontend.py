@@ -23,12 +23,11 @@ from service.worker.worker import Worker
 _STEP_MS = "KVASIR_BENCH_STEP_MS"
 # The kernel counts CPU time in ticks: a shorter load counts as one tick.
 _TICK_SECONDS = 1.0 / os.sysconf("SC_CLK_TCK")
+_STATS = StepStats(**dict.fromkeys(StepStats.__struct_fields__, 0) | {"max_num_running": 1024})
 
 
 class InstantEngine:
     """Engine for `EngineLoop` that computes nothing: each step returns a token for every sequence."""
-
-    max_num_running = 1024
 
     def __init__(self, *, step_seconds: float) -> None:
         self._step_seconds = step_seconds
@@ -52,11 +51,11 @@ class InstantEngine:
         """Do nothing: no submission has a grammar."""
 
     def step(self, **_: Any) -> SimpleNamespace:
-        """Wait until the next step is due. Return a token for every unfinished sequence, and statistics of zeros."""
+        """Wait until the next step is due. Return a token for every unfinished sequence, and constant statistics."""
         time.sleep(max(0.0, self._next_step_seconds - time.monotonic()))
         self._next_step_seconds = time.monotonic() + self._step_seconds
         events = [self._next_token(submit, done) for submit, done in list(self._live.values())]
-        return SimpleNamespace(events=events, stats=StepStats(**dict.fromkeys(StepStats.__struct_fields__, 0)))
+        return SimpleNamespace(events=events, stats=_STATS)
 
     def _next_token(self, submit: Submit, done: int) -> TokenDelta:
         finish = None

@@ -112,11 +112,6 @@ class Engine:
     def _num_held(self) -> int:
         return self._grammars.num_held + (0 if self._loader is None else self._loader.num_held)
 
-    @property
-    def max_num_running(self) -> int:
-        """Current limit on running sequences: the configured maximum, or less to keep inter-token latency on target."""
-        return self._scheduler.max_num_running
-
     def warm_up(self, max_tokens: int | None = None) -> None:
         """Complete a dummy prompt, so that kernels are compiled and memory is allocated before the first request.
 
@@ -347,15 +342,12 @@ class Engine:
         self, plan: StepPlan, batch_size: int, num_tokens: list[int], num_failed: int, seconds: float
     ) -> StepStats:
         """Return a step's statistics for the metrics. `num_tokens`: new tokens of each sequence that got any."""
-        num_blocks, num_free = self._config.num_blocks, self._scheduler.num_free_blocks
         drafts = [len(chunk.draft) for chunk in plan.chunks if chunk.draft]
         return StepStats(
             num_running=self._scheduler.num_running,
             max_num_running=self._scheduler.max_num_running,
             num_waiting=self._scheduler.num_waiting + self._num_held,
-            num_blocks=num_blocks,
-            num_free_blocks=num_free,
-            kv_usage=1 - num_free / num_blocks,
+            kv_usage=1 - self._scheduler.num_free_blocks / self._config.num_blocks,
             batch_size=batch_size,
             num_prompt_tokens=plan.num_prompt_tokens,
             num_completion_tokens=sum(num_tokens),

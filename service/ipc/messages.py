@@ -165,20 +165,15 @@ class AttentionResult(msgspec.Struct, frozen=True, kw_only=True, tag=True, array
     compute_seconds: float
 
 
-class RunningLimitChanged(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: the engine has changed its limit of concurrently running sequences."""
-
-    max_num_running: int
-
-
 class StepStats(msgspec.Struct, frozen=True, kw_only=True, tag=True, array_like=True):
-    """Event: statistics of one engine step, for metrics. Tokens and preemptions are those of this step alone."""
+    """Event: statistics of one engine step, for metrics. Tokens and preemptions are those of this step alone.
+
+    max_num_running: the engine's current limit of running sequences, which admission uses, too.
+    """
 
     num_running: int
     max_num_running: int
     num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
     kv_usage: float  # share of the KV-cache blocks in use, 0 to 1
     batch_size: int
     num_prompt_tokens: int
@@ -198,7 +193,7 @@ class EngineIdle(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Event: the engine has no sequences left. After a cancellation, no step reports this by its `StepStats`."""
 
 
-Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | RunningLimitChanged | StepStats | EngineIdle
+Event: TypeAlias = TokenDelta | WorkerReady | AttentionResult | Started | StepStats | EngineIdle
 
 
 class CommandBatch(msgspec.Struct, frozen=True, array_like=True):

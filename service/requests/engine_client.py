@@ -22,7 +22,6 @@ from service.ipc.messages import (
     Event,
     Finish,
     FinishReason,
-    RunningLimitChanged,
     Started,
     StepStats,
     TokenDelta,
@@ -125,9 +124,9 @@ class EngineClient:
                     touched[request] = None
             elif isinstance(event, WorkerReady):
                 self._replay(event, self.workers[worker])
-            elif isinstance(event, RunningLimitChanged):
-                self.admission.limit_running(event.max_num_running, worker)
             elif isinstance(event, StepStats | EngineIdle):
+                if isinstance(event, StepStats):
+                    self.admission.limit_running(event.max_num_running, worker)
                 self.on_engine(event, worker)
             elif (entry := self._choices.get(event.uid)) is None:
                 continue  # the choice or query has ended

@@ -14,7 +14,6 @@ from service.ipc.messages import (
     EngineIdle,
     Event,
     LoadAdapter,
-    RunningLimitChanged,
     Started,
     Submit,
     UnloadAdapter,
@@ -71,7 +70,6 @@ class EngineLoop:
         self._next_query_seconds = -math.inf  # earliest time of the next query while sequences run
         self._num_failures = 0
         self._is_prepared = False  # for grammars
-        self._max_num_running = engine.max_num_running  # last value sent to the API process
 
     def run_once(self) -> None:
         """Run one iteration: wait for work, take all commands, run at most one step and one attention query.
@@ -128,12 +126,7 @@ class EngineLoop:
                 raise RuntimeError("two engine steps in a row failed; the worker process ends") from error
             return
         self._num_failures = 0
-        events: list[Event] = [*result.events]
-        if events and self._max_num_running != self._engine.max_num_running:
-            self._max_num_running = self._engine.max_num_running
-            events.append(RunningLimitChanged(max_num_running=self._max_num_running))
-        events.append(result.stats)
-        self._send(events)
+        self._send([*result.events, result.stats])
         self._after_step()
 
     def _handle(self, commands: Iterable[Command]) -> None:

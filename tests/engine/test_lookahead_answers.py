@@ -105,7 +105,7 @@ def answers(engine: Engine, submits: Sequence[Submit], seed: int) -> tuple[dict[
                 engine.cancel(event.uid)
         engine.check_integrity()
         number += 1
-    assert engine.step().stats.num_free_blocks == engine.step().stats.num_blocks
+    assert engine.step().stats.kv_usage == 0
     return {uid: [piece(event) for event in events] for uid, events in reported.items()}, num_preemptions
 
 

@@ -105,7 +105,7 @@ class Answers:
             self.largest_batch = max(self.largest_batch, result.stats.batch_size)
             for event in result.events:
                 self.events.setdefault(event.uid, []).append(event)
-        assert result.stats.num_free_blocks == result.stats.num_blocks
+        assert result.stats.kv_usage == 0
         return self
 
     def reported(self, uid: str) -> list[object]:

@@ -85,7 +85,7 @@ class Run:
             self.stats.append(result.stats)
             for delta in result.events:
                 self.deltas.setdefault(delta.uid, []).append(delta)
-        assert result.stats.num_free_blocks == result.stats.num_blocks
+        assert result.stats.kv_usage == 0
 
     def token_ids(self, uid: str) -> list[int]:
         return [token_id for delta in self.deltas[uid] for token_id in delta.token_ids]

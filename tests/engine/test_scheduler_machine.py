@@ -165,7 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.engine.has_work
         assert not self.live
         stats = self.engine.step().stats
-        assert (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, 14)
+        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
 
 
 class DraftingMachine(EngineMachine):

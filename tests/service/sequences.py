@@ -57,4 +57,4 @@ def make_hello(epoch: int) -> WorkerReady:
 
 def make_stats(**facts: Any) -> StepStats:
     defaults: dict[str, Any] = dict.fromkeys(StepStats.__struct_fields__, 0)
-    return StepStats(**{**defaults, "kv_usage": 0.0, "step_seconds": 0.0, **facts})
+    return StepStats(**{**defaults, "max_num_running": 4096, "kv_usage": 0.0, "step_seconds": 0.0, **facts})

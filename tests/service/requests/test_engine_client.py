@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from service.admission.controller import QueuePolicy
-from service.ipc.messages import ADAPTER_LOST, Cancel, FinishReason, RunningLimitChanged, Started, Submit, TokenDelta
+from service.ipc.messages import ADAPTER_LOST, Cancel, FinishReason, Started, Submit, TokenDelta
 from service.protocol.errors import (
     ApiError,
     ClientGone,
@@ -17,7 +17,7 @@ from service.protocol.errors import (
     QueueTimeout,
 )
 from tests.service.desk import Desk, run, texts
-from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request
+from tests.service.sequences import make_choice, make_delta, make_finish, make_hello, make_request, make_stats
 
 
 def test_events_reach_their_request_in_order() -> None:
@@ -50,7 +50,7 @@ def test_admission_uses_the_engines_running_limit_until_a_new_worker_is_ready(mo
     desk = Desk()
     limits: list[int | None] = []
     monkeypatch.setattr(desk.admission, "limit_running", lambda limit, worker: limits.append(limit))
-    desk.engine_client.receive([RunningLimitChanged(max_num_running=1)])
+    desk.engine_client.receive([make_stats(max_num_running=1)])
     desk.engine_client.receive([make_hello(1)])
     assert limits == [1, None]
 

@@ -23,7 +23,6 @@ from service.ipc.messages import (
     EngineIdle,
     Event,
     FinishReason,
-    RunningLimitChanged,
     Started,
     StepStats,
     Submit,
@@ -53,7 +52,6 @@ class ScriptedEngine:
     before_step: Callable[[], None] = lambda: None
     admitted: list[tuple[str, int]] = field(default_factory=list)
     live: dict[str, tuple[Submit, int]] = field(default_factory=dict)
-    max_num_running: int = 8
 
     @property
     def has_work(self) -> bool:
@@ -167,20 +165,6 @@ def test_steps_and_idleness_are_reported(bench: Bench) -> None:
     bench.engine_loop.run_once()
     kinds = [type(event) for event in bench.statistics]
     assert kinds == [EngineIdle, StepStats, StepStats, EngineIdle, StepStats]
-
-
-def test_a_changed_limit_of_running_sequences_is_sent_once_with_the_next_events(bench: Bench) -> None:
-    def limits() -> list[list[int]]:
-        told = [[e.max_num_running for e in events if isinstance(e, RunningLimitChanged)] for events in bench.sent]
-        return [each for each in told if each]
-
-    bench.put(make_submit("a"))
-    bench.engine_loop.run_once()
-    assert not limits()
-    for limit in (5, 5, 7):
-        bench.engine.max_num_running = limit
-        bench.engine_loop.run_once()
-    assert limits() == [[5], [7]]
 
 
 def test_commands_that_arrive_during_a_step_take_effect_before_the_next_step(bench: Bench) -> None:
