@@ -186,13 +186,13 @@ ROUTES = (
     RouteEntry(
         *("POST", "/v1/load_lora_adapter", "adapters.load", "Load a LoRA adapter from a directory below --lora-dir"),
         *("text/plain", adapters.LoadAdapterRequest),
-        errors=(*_BODY, attention.RouteDisabled),
+        errors=(*_BODY, errors.RouteDisabled),
         examples={"an adapter": {"lora_name": "tales", "lora_path": "tales"}},
     ),
     RouteEntry(
         *("POST", "/v1/unload_lora_adapter", "adapters.unload", "Unload a LoRA adapter"),
         *("text/plain", adapters.UnloadAdapterRequest),
-        errors=(*_BODY, attention.RouteDisabled),
+        errors=(*_BODY, errors.RouteDisabled),
         examples={"an adapter": {"lora_name": "tales"}},
     ),
     RouteEntry(
@@ -214,12 +214,12 @@ ROUTES = (
     RouteEntry(
         *("GET", "/inspect/attention", "inspection.limits", "Get the number of layers and heads, and the prompt limit"),
         attention.AttentionLimits,
-        errors=(attention.RouteDisabled,),
+        errors=(errors.RouteDisabled,),
     ),
     RouteEntry(
         *("POST", "/inspect/attention", "inspection.attention", "Compute a layer's attention weights over a prompt"),
         *(attention.AttentionWeights, attention.AttentionRequest),
-        errors=(*_ENGINE, attention.RouteDisabled),
+        errors=(*_ENGINE, errors.RouteDisabled),
         examples={"a head": {"prompt": "The dog", "layer": 0, "head": 0}},
     ),
     RouteEntry("GET", "/health", "health", "Check that the API process is alive", responses.Health),
@@ -231,6 +231,8 @@ ROUTES = (
     RouteEntry("GET", "/playground", "playground", "Get the playground, a web page to try the model", "text/html"),
     RouteEntry("GET", "/", "playground", "Get the playground, as from /playground", "text/html"),
 )
+# Paths of the routes whose requests wait for the engine.
+WAITING_PATHS = frozenset(route.path for route in ROUTES if route.is_resumable)
 
 
 def _parameter(name: str, description: str, *, place: str = "header", **schema: Any) -> dict[str, Any]:

@@ -25,19 +25,6 @@ KEY_NAME: Final = "api_key_name"  # attribute of `request.state`: the name of th
 _SAFE_ID: Final = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")  # safe to echo into a header and a log line
 # Response headers that scripts of allowed origins may read: the request id for support, and the retry hints.
 _EXPOSED_HEADERS: Final = (REQUEST_ID, "retry-after", "retry-after-ms", "x-should-retry", "idempotent-replayed")
-# Routes whose requests wait for the engine.
-SHED_ROUTES: Final = frozenset(
-    {
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/v1/responses",
-        "/v1/messages",
-        "/v1/embeddings",
-        "/v1/score",
-        "/v1/rerank",
-        "/rerank",
-    }
-)
 # With the first two headers, a response may already be buffered. A compressed body cannot be searched for `timeout`.
 _UNSHED_HEADERS: Final = frozenset({b"idempotency-key", b"last-event-id", b"content-encoding"})
 
@@ -46,17 +33,19 @@ def middlewares(
     settings: ServeSettings,
     keys: ApiKeys,
     count: Callable[[ApiError], None],
-    reject_from_headers: Callable[[Scope], None] = lambda scope: None,
+    waiting_paths: frozenset[str],
+    reject_from_headers: Callable[[Scope], None],
 ) -> list[tuple[type, dict[str, Any]]]:
     """Return the ASGI middleware around the routes, innermost first: early rejection, CORS, request id.
 
     In this order every rejection has a request id, and a script of an allowed origin can read the rejection. `count`
-    gets the error of each rejection.
+    gets the error of each rejection. For `waiting_paths` and `reject_from_headers` see `EarlyRejection`.
     """
     # A path that does not exist needs an API key too.
     open_paths = ALWAYS_OPEN | ({"/health", "/ready"} if settings.open_probes else set())
     open_paths |= {"/metrics"} if settings.open_metrics else set()
-    checks = {"keys": keys, "open_paths": open_paths, "reject": reject_from_headers, "count": count}
+    rejection = {"waiting_paths": waiting_paths, "reject": reject_from_headers, "count": count}
+    checks = {"keys": keys, "open_paths": open_paths, **rejection}
     around: list[tuple[type, dict[str, Any]]] = [(EarlyRejection, checks)]
     if settings.cors_origins:
         cors = {
@@ -103,12 +92,14 @@ class EarlyRejection:
     A rejection by a route, with its checks and error handlers, costs over twice as much CPU time. Requests that cannot
     be judged by their headers pass, and their routes decide.
 
+    waiting_paths: paths of the routes whose requests wait for the engine.
     reject: raises an `ApiError` if no request with these headers would be admitted, unless its body sets `timeout`.
     """
 
     app: ASGIApp
     keys: ApiKeys
     open_paths: frozenset[str]
+    waiting_paths: frozenset[str]
     reject: Callable[[Scope], None]
     count: Callable[[ApiError], None]
 
@@ -124,7 +115,7 @@ class EarlyRejection:
         try:
             if self.keys and scope["path"] not in self.open_paths:
                 self._authenticate(scope)
-            if _waits_for_the_engine(scope):
+            if self._waits_for_the_engine(scope):
                 unread.append(first := await receive())
                 if first["type"] == "http.request" and not first.get("more_body") and b'"timeout"' not in first["body"]:
                     self.reject(scope)
@@ -134,6 +125,15 @@ class EarlyRejection:
             await error_response(error, scope)(scope, receive, send)
             return
         await self.app(scope, receive_again, send)
+
+    def _waits_for_the_engine(self, scope: Scope) -> bool:
+        """Return True if a request may be rejected by its headers: it needs the engine and has no buffered response."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in self.waiting_paths:
+            return False
+        return not any(
+            name in _UNSHED_HEADERS or (name == b"accept" and value.strip().lower() == b"text/event-stream")
+            for name, value in scope["headers"]
+        )
 
     def _authenticate(self, scope: Scope) -> None:
         """Store the name of the request's API key in the request's state. Raises Unauthorized: no key, or unknown."""
@@ -153,13 +153,3 @@ class EarlyRejection:
         path = scope["raw_path"].decode("ascii", "replace")
         logger.debug("%s %s: API key %s", scope["method"], path, name)
         scope.setdefault("state", {})[KEY_NAME] = name
-
-
-def _waits_for_the_engine(scope: Scope) -> bool:
-    """Return True if a request may be rejected by its headers: it needs the engine, and has no buffered response."""
-    if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in SHED_ROUTES:
-        return False
-    return not any(
-        name in _UNSHED_HEADERS or (name == b"accept" and value.strip().lower() == b"text/event-stream")
-        for name, value in scope["headers"]
-    )

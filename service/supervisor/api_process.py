@@ -20,7 +20,7 @@ from fastapi import FastAPI
 from litserve import LitAPI, LitServer
 
 from service.api.app import Frontend
-from service.api.openapi import openapi_document
+from service.api.openapi import WAITING_PATHS, openapi_document
 from service.config.settings import ServeSettings, SettingsError
 from service.http.api_keys import ApiKeys
 from service.http.connection import BoundedHttpProtocol, ConnectionLimits, limit_connections
@@ -75,7 +75,7 @@ class ApiServer(LitServer):  # type: ignore[misc]
             accelerator="cpu",
             timeout=False,
             middlewares=[
-                *middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
+                *middlewares(settings, keys, frontend.count_error, WAITING_PATHS, frontend.reject_from_headers),
                 *([(RequestObserver, {"observers": observers})] if observers else []),
             ],
         )

@@ -13,6 +13,7 @@ from model.checkpoint.manifest import read_manifest
 from model.tokenizer.byte_level import ByteLevelTokenizer
 from model.tokenizer.files import load_tokenizer
 from service.api.app import Frontend
+from service.api.openapi import WAITING_PATHS
 from service.config.settings import ServeSettings
 from service.http.api_keys import read_api_keys
 from service.http.middleware import middlewares
@@ -100,7 +101,7 @@ def client(frontend: Frontend, settings: ServeSettings, observers: list[Observe]
     app = FastAPI()
     keys = read_api_keys(settings)
     middleware: list[tuple[Any, dict[str, Any]]] = [
-        *middlewares(settings, keys, frontend.count_error, frontend.reject_from_headers),
+        *middlewares(settings, keys, frontend.count_error, WAITING_PATHS, frontend.reject_from_headers),
         *([(RequestObserver, {"observers": observers})] if observers else []),
     ]
     for kind, arguments in middleware:

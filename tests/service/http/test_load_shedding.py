@@ -8,8 +8,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.admission.controller import QueuePolicy
 from service.api.app import Frontend
+from service.api.openapi import WAITING_PATHS
 from service.http.api_keys import ApiKeys
-from service.http.middleware import SHED_ROUTES, EarlyRejection
+from service.http.middleware import EarlyRejection
 from service.ipc.shared_state import Lifecycle, Phase
 from service.protocol.errors import Overloaded
 from tests.service.echo import EchoChannel
@@ -24,7 +25,7 @@ def full(frontend: Frontend) -> None:
 
 
 @pytest.mark.usefixtures("full")
-@pytest.mark.parametrize("path", sorted(SHED_ROUTES))
+@pytest.mark.parametrize("path", sorted(WAITING_PATHS))
 def test_a_request_that_cannot_be_admitted_is_rejected_before_its_body_is_parsed(
     client: TestClient, frontend: Frontend, path: str
 ) -> None:
@@ -74,7 +75,14 @@ def test_a_body_in_several_parts_reaches_its_route() -> None:
         raise AssertionError(message)
 
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
-    middleware = EarlyRejection(app, keys=ApiKeys(), open_paths=frozenset(), reject=refuse, count=lambda error: None)
+    middleware = EarlyRejection(
+        app,
+        keys=ApiKeys(),
+        open_paths=frozenset(),
+        waiting_paths=WAITING_PATHS,
+        reject=refuse,
+        count=lambda error: None,
+    )
     asyncio.run(middleware(scope, receive, send))
     assert [message["body"] for message in read] == [b"a", b"b", b"c"]
 

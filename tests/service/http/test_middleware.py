@@ -34,7 +34,9 @@ class Guarded:
 def guarded(**settings: Any) -> Guarded:
     app, counted = FastAPI(openapi_url=None, docs_url=None, redoc_url=None), list[ApiError]()
     asked = ServeSettings(checkpoint=Path("c"), **{"api_keys": f"alice: {KEY}, bob: {KEY}2", **settings})
-    middleware: list[tuple[Any, dict[str, Any]]] = [*middlewares(asked, read_api_keys(asked), counted.append)]
+    middleware: list[tuple[Any, dict[str, Any]]] = [
+        *middlewares(asked, read_api_keys(asked), counted.append, frozenset(), lambda scope: None)
+    ]
     for kind, arguments in middleware:
         app.add_middleware(kind, **arguments)
     install_error_handlers(app, counted.append)
