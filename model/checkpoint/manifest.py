@@ -313,7 +313,6 @@ def _name_of(directory: Path) -> str:
     """
     directory = directory.absolute()
     repository = directory.parent.parent.name
-    if directory.parent.name == "snapshots" and repository.startswith("models--"):
-        return repository.rpartition("--")[2]
-    name = directory.resolve().name
-    return name if name.strip() and name.isprintable() else "model"
+    is_cached = directory.parent.name == "snapshots" and repository.startswith("models--")
+    name = repository.rpartition("--")[2] if is_cached else directory.resolve().name
+    return name if _is_shown(name) else "model"

@@ -11,10 +11,9 @@ from starlette.responses import PlainTextResponse, Response
 from model.checkpoint.lora_adapter import Adapter, read_adapter
 from model.io.files import CheckpointError, error_line
 from model.system.limits import available_memory_bytes
-from service.api.attention import RouteDisabled
 from service.api.context import ApiContext
 from service.protocol.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from service.protocol.errors import InvalidRequest, ModelNotFound
+from service.protocol.errors import InvalidRequest, ModelNotFound, RouteDisabled
 from service.requests.adapters import ServedAdapter, loading_bytes
 
 

@@ -29,10 +29,6 @@ MAX_INSPECTIONS = 4
 _DECIMALS = 6
 
 
-class RouteDisabled(errors.ApiError, status=403, type="invalid_request_error", code="switched_off"):
-    """Rejection of a request to a route that is disabled on this server."""
-
-
 class AttentionRequest(RequestModel):
     """Body of `POST /inspect/attention`."""
 
@@ -104,7 +100,7 @@ class Inspection:
         context.reject_when_draining()
         if context.engine_client.num_queries >= MAX_INSPECTIONS:
             raise errors.Overloaded(
-                f"{MAX_INSPECTIONS} attention queries are in progress, which is the limit; retry later",
+                f"{MAX_INSPECTIONS} attention queries are in progress, which is the limit; try again later",
                 retry_after_seconds=1.0,
             )
         live = InflightQuery(
@@ -121,7 +117,7 @@ class Inspection:
 
     def _check_enabled(self) -> None:
         if self._max_tokens == 0:
-            raise RouteDisabled(
+            raise errors.RouteDisabled(
                 "attention inspection is switched off on this server; start it with --max-inspect-tokens N, N above 0"
             )
 

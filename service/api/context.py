@@ -92,9 +92,9 @@ class ApiContext:
 
     def reject_when_draining(self) -> None:
         """Raise `Draining` if the service is shutting down and accepts no new requests."""
-        readiness = self.readiness()
-        if readiness.state == "draining":
-            raise Draining("the server is shutting down", retry_after_seconds=readiness.eta_s or 1.0)
+        if self.lifecycle.phase.value >= Phase.DRAINING:
+            left = self.settings.drain_seconds - (time.monotonic() - self.lifecycle.phase_seconds.value)
+            raise Draining("the server is shutting down", retry_after_seconds=left if left > 0 else 1.0)
 
     def readiness(self) -> Readiness:
         """Return the response body of `/ready`: the state, and seconds until ready or drained, None if unknown.

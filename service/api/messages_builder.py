@@ -20,7 +20,7 @@ from service.protocol.messages import (
     message_usage,
     messages_error,
 )
-from service.protocol.responses import encode_event
+from service.protocol.responses import encode_named_event
 from service.requests.inflight import Choice
 
 
@@ -81,9 +81,7 @@ class MessagesBuilder(ChatBuilder):
             self._end(choice, delta.finish)
         return events
 
-    def encode(self, event: Any) -> bytes:
-        """Return the bytes of a server-sent event, with the event's `type` as its name."""
-        return encode_event(event, b"event: %b\ndata: " % event.type.encode())
+    encode = staticmethod(encode_named_event)
 
     def error_event(self, error: ApiError) -> bytes:
         """Return the encoded event that reports an error and ends the stream."""

@@ -27,7 +27,7 @@ from service.protocol.model_responses import (
     response_failure,
     response_usage,
 )
-from service.protocol.responses import ChatTokenLogprob, encode, encode_event
+from service.protocol.responses import ChatTokenLogprob, encode, encode_event, encode_named_event
 from service.protocol.responses_request import ResponsesRequest
 from service.requests.inflight import Choice
 from service.requests.stored_responses import StoredResponse
@@ -103,9 +103,7 @@ class ResponsesBuilder(ChatBuilder):
             events += self._opened(choice, Part(PartKind.TEXT, ""))
         return [*events, *self._closed("incomplete" if self._is_cut else "completed")]
 
-    def encode(self, event: Any) -> bytes:
-        """Return the bytes of a server-sent event, with the event's `type` as its name."""
-        return encode_event(event, b"event: %b\ndata: " % event.type.encode())
+    encode = staticmethod(encode_named_event)
 
     def error_event(self, error: ApiError) -> bytes:
         """Store the response as failed, if the builder has a record.

@@ -125,6 +125,10 @@ class RetryLater(ApiError):
         }
 
 
+class RouteDisabled(ApiError, status=403, type="invalid_request_error", code="switched_off"):
+    """Rejection of a request to a route that is disabled on this server."""
+
+
 class Overloaded(RetryLater, status=429, type="rate_limit_error", code="queue_full"):
     """Rejection of a request because a queue or another limit on concurrent work is full."""
 

@@ -350,6 +350,11 @@ class ErrorBody(msgspec.Struct, kw_only=True):
 encode = msgspec.json.Encoder().encode  # encodes a value as JSON
 
 
+def encode_named_event(event: Any) -> bytes:
+    """Encode a server-sent event, with the `type` of its data as its name."""
+    return encode_event(event, b"event: %b\ndata: " % event.type.encode())
+
+
 def encode_event(value: Any, before: bytes = b"data: ", after: bytes = b"\n\n") -> bytes:
     """Encode a value as a server-sent event: JSON between the bytes `before` and `after`.
 

@@ -42,7 +42,7 @@ class SerialExecutor:
     async def _wait(self) -> None:
         if self._num_waiting >= self._max_waiting:
             raise Overloaded(
-                f"{self._num_waiting} {self._things} are queued for {self._what}; retry later",
+                f"{self._num_waiting} {self._things} are queued for {self._what}; try again later",
                 retry_after_seconds=self._wait_seconds,
             )
         self._num_waiting += 1
@@ -51,7 +51,7 @@ class SerialExecutor:
                 await self._turn.acquire()
         except TimeoutError:
             raise Overloaded(
-                f"{self._what} was busy with other {self._things} for {self._wait_seconds:g} s; retry later",
+                f"{self._what} was busy with other {self._things} for {self._wait_seconds:g} s; try again later",
                 retry_after_seconds=self._wait_seconds,
             ) from None
         finally:

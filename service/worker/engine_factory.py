@@ -44,7 +44,14 @@ from service.engine.execution.gpu_setup import (
 from service.engine.scheduling.scheduler import EngineConfig
 from service.worker.devices import find_device, take_device
 from service.worker.fallbacks import find_fallbacks
-from service.worker.memory_plan import LOADED_QUANTIZED_BYTES, LoadedModel, MemoryPlan, ServerNeeds, plan_memory
+from service.worker.memory_plan import (
+    CACHE_SHARE,
+    LOADED_QUANTIZED_BYTES,
+    LoadedModel,
+    MemoryPlan,
+    ServerNeeds,
+    plan_memory,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +61,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _PREFIX_CACHE_SHARE = 0.5
 # Tokens per running sequence that "auto" sizes the KV-cache for: 64 contexts of 131,072 tokens would never be used.
 _USUAL_LENGTH = 8192
-# Largest share of free memory for the KV-cache, used if one full context needs more than half.
-_MOST_OF_MEMORY = 0.8
 # A matrix stored with more bytes a weight than this is served with 8 bits a weight.
 _LEAST_8_BIT_BYTES = 0.75
 # Dtypes by their names in safetensors files, and by their names in settings.
@@ -548,7 +553,7 @@ def _num_blocks(
     if profiled_bytes is None:
         free = max(0, free_bytes(resolved.context.device.type) - reserved_bytes) // num_workers
         # One full context may take more than half of the memory, since otherwise the model could not be served.
-        most, usual_share = int(free * _MOST_OF_MEMORY), free // 2
+        most, usual_share = int(free * CACHE_SHARE), free // 2
     else:
         free = most = usual_share = profiled_bytes
     block_size, block_bytes, max_context_length = settings.block_size, resolved.block_bytes, resolved.max_context_length

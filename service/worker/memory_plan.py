@@ -31,8 +31,8 @@ _LOGIT_BYTES = 6
 _STEP_MARGIN = 1.25
 # Results become Python objects: 64 prompts of 512 tokens with 5 top logprobs took 57 MiB besides the tensors.
 _RESULT_BYTES = 64 * _MIB
-# Largest share of free memory for the KV-cache of one context, as in `service.worker.engine_factory`.
-_CACHE_SHARE = 0.8
+# Largest share of free memory for the KV-cache, used if one full context needs more than half.
+CACHE_SHARE = 0.8
 # Tokens of context that must fit. A longer context that does not fit is rejected with the length that fits.
 _SHORT_CONTEXT = 1024
 # Bytes of a quantized weight while a model is loaded: 1 for its code, 0.25 for the scale and offset of its group.
@@ -108,7 +108,7 @@ def plan_memory(model: LoadedModel, settings: ModelSettings, server: ServerNeeds
     imports_bytes, num_others = own_anonymous_bytes(), server.num_workers - 1
     working_bytes = step_bytes(model.config, settings.max_batched_tokens) + server.adapter_bytes
     reserved = working_bytes + _SERVICE_BYTES + num_others * (imports_bytes + model.weight_bytes + working_bytes)
-    needed = model.weight_bytes + reserved + server.num_workers * round(model.short_cache_bytes / _CACHE_SHARE)
+    needed = model.weight_bytes + reserved + server.num_workers * round(model.short_cache_bytes / CACHE_SHARE)
     if needed > available:
         raise ValueError(_too_little(needed, available, limit, server))
     standby_bytes = imports_bytes if server.standby else 0
