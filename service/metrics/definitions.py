@@ -110,7 +110,7 @@ _FAMILIES = (
            ("finished_reason",), tuple((reason,) for reason in FinishReason), in_vllm=True),
     Family("request_failures", _C, "requests",
            "Requests that ended with an error response, by HTTP status and error type.", ("status", "error_type"),
-           (*((status, "invalid_request_error") for status in ("400", "401", "403", "404", "405", "408", "413", "415", "431")),
+           (*((str(status), "invalid_request_error") for status in (400, 401, 403, 404, 405, 408, 413, 415, 431)),
             ("408", "timeout_error"), ("500", "server_error"))),
     Family("admission_rejections", _C, "requests",
            "Requests rejected before any work was done for them.", ("reason",),

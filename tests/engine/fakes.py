@@ -13,8 +13,8 @@ from service.engine.engine import Engine
 from service.engine.execution.model_runner import ModelRunner
 from service.engine.scheduling.scheduler import EngineConfig
 from service.engine.scheduling.step_plan import MIN_ROWS
-from service.engine.testing import FakeRunner, next_token
 from service.ipc.messages import Submit
+from tests.engine.fake_runner import FakeRunner, next_token
 
 VOCAB_SIZE = 257
 EOS = 256

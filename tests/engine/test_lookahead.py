@@ -1,6 +1,6 @@
 """Lookahead of the engine: launching the next step before the host reads the tokens of the previous step.
 
-The fake runner computes a launched step as late as possible: see `service.engine.testing`.
+The fake runner computes a launched step as late as possible: see `tests.engine.fake_runner`.
 """
 
 import dataclasses
