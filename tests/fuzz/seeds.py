@@ -10,6 +10,7 @@ from safetensors.numpy import save
 
 from service.api.openapi import openapi_document
 from tests.families.models import CASES
+from tests.families.quantized_files import FORMS, write_form
 from tests.model.gguf.files import write_with_package
 from tests.model.gguf.models import write_model
 from tests.model.gguf.tokenizers import byte_level, sentencepiece
@@ -34,11 +35,19 @@ def seeds() -> dict[str, list[bytes]]:
         path = write_model(Path(directory) / "x.gguf", CASES["llama llama3"].build(), changes=byte_level_bpe)
         sentencepiece_bpe = sentencepiece(makers.llama2(), chat_template="{{ messages }}")
         files = [path.read_bytes(), write_with_package(path, sentencepiece_bpe, {}).read_bytes()]
+        files += [
+            write_model(path, CASES[case].build(**sizes), type_name=kind, changes=byte_level_bpe).read_bytes()
+            for case, sizes, kind in (("gemma4", {}, "F32"), ("qwen3", {"hidden_size": 64}, "Q4_0"))
+        ]
+        configs = [case.build().config.to_json_string().encode() for case in CASES.values()]
+        write_form(Path(directory) / "quantized", FORMS["gptq 128"])
+        quantized = json.loads((Path(directory) / "quantized" / "config.json").read_text())
+        configs += [json.dumps(quantized | {"quantization_config": form.config}).encode() for form in FORMS.values()]
     tokenizers = [make().to_str().encode() for name, make in makers.MAKERS.items() if name in ("gpt2", "llama2")]
     return {
         "request": bodies,
         "http": [*heads, chunked, offer, heads[0] * 3],
-        "config": [case.build().config.to_json_string().encode() for case in CASES.values()],
+        "config": configs,
         "header": [save({"a": np.zeros((2, 3), np.float32), "b": np.ones(4, np.int64)}), save({})],
         "gguf": files,
         "tokenizer": tokenizers,

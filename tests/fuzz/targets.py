@@ -8,10 +8,13 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Final
 
+import torch
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from model.attention.backends import ATTENTION_BACKENDS
 from model.chat.template import load_chat_template
+from model.checkpoint.loading import load_model
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, read_manifest
 from model.gguf.container import read_gguf
 from model.io.files import CheckpointError
@@ -125,7 +128,7 @@ def header(data: bytes) -> None:
 
 
 def gguf(data: bytes) -> None:
-    """A GGUF file is read, with all tensors inside the file, or rejected with a one-line error."""
+    """A GGUF file and its model are read, with all tensors inside the file, or rejected with a one-line error."""
     path = _directory("gguf") / "x.gguf"
     path.write_bytes(data)
     try:
@@ -133,7 +136,11 @@ def gguf(data: bytes) -> None:
             assert tensor.end <= len(data)
     except CheckpointError as error:
         _is_line(error)
-    for read in (lambda: read_manifest(path).verify(), lambda: load_tokenizer(path), lambda: load_chat_template(path)):
+
+    def load() -> None:
+        load_model(read_manifest(path), device="cpu", dtype=torch.float32, attention=ATTENTION_BACKENDS["sdpa"])
+
+    for read in (load, lambda: load_tokenizer(path), lambda: load_chat_template(path)):
         try:
             read()
         except CheckpointError as error:
