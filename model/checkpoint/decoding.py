@@ -3,7 +3,8 @@
 Legend: F outputs, I inputs of a matrix, G groups of 32 inputs, J groups of the stored matrix, W words of 8 codes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,9 +14,11 @@ from torch.nn import functional
 from model.checkpoint.weights import check_finite, opened, part_views, stored_tensor
 from model.config import ModelConfig
 from model.gguf.grouped import map_grouped, read_grouped
+from model.gguf.tensor_types import joint_bits
 from model.huggingface.families.reading.family import Layout
 from model.huggingface.quantization_config import (
     AwqEncoding,
+    Encoding,
     Fp8Encoding,
     GgufEncoding,
     GptqEncoding,
@@ -25,9 +28,13 @@ from model.huggingface.quantization_config import (
 )
 from model.huggingface.tensor_placement import EncodedTensor, Placement
 from model.io.files import CheckpointError
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, StoredWeight
+from model.nn.grouped_weight import GROUP_SIZE, DeferredWeight, GroupedWeight, StoredWeight
+from model.nn.matrix_kinds import GROUPED_BYTES
 
 _MIDDLE = 8  # of the codes 0 to 15
+# Bytes of a decoded weight, 1 for its code and 0.25 for the scale and offset of its group, and while it is decoded.
+_DECODED_BYTES, _DECODING_BYTES = 1.25, 6
+_LEAST_8_BIT_BYTES = 0.75  # a matrix stored with more bytes a weight than this is served with 8 bits a weight
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word of each of 8 outputs
 
 
@@ -46,6 +53,58 @@ def decode(place: Placement, config: ModelConfig, dtype: torch.dtype = torch.flo
     if isinstance(whole, Tensor):
         return whole[rows_F]
     return whole.select(rows_F)
+
+
+def is_deferred(place: Placement) -> bool:
+    """Return True for a matrix with 4 bits in groups of consecutive inputs: `defer` need not read it."""
+    return all(_is_consecutive_int4(encoded.encoding) for encoded in place.encoded)
+
+
+def _is_consecutive_int4(encoding: Encoding) -> bool:
+    if isinstance(encoding, GptqEncoding | PackedEncoding):
+        return not encoding.has_order
+    return isinstance(encoding, AwqEncoding)
+
+
+def defer(place: Placement, config: ModelConfig) -> DeferredWeight | None:
+    """Return a quantized matrix with 4 bits that is decoded when it is packed; None for a matrix of another kind."""
+    if not is_deferred(place):
+        return None
+
+    def read() -> GroupedWeight:
+        weight = decode(place, config)
+        assert isinstance(weight, GroupedWeight)
+        if weight.bits != 4:
+            header = next(iter(place.encoded[0].tensors.values()))
+            raise CheckpointError(
+                f"{header.path}: the groups of {header.name} are not of consecutive inputs, although "
+                "quantization_config has no desc_act; correct the config"
+            )
+        return weight
+
+    return DeferredWeight(bits=4, read=read)
+
+
+def quantized_bytes(places: Iterable[Placement], *, is_packed: bool, is_loading: bool) -> int:
+    """Return the bytes of quantized matrices on a CPU, while the model is loaded or as they are served.
+
+    is_packed: native kernels pack them. Before, those of a GGUF file stay mapped, and others with 4 bits are decoded
+        one by one.
+    """
+    total, most_decoded = 0.0, 0
+    for place in places:
+        for part in place.encoded:
+            size, is_mapped = math.prod(part.shape), isinstance(part.encoding, GgufEncoding)
+            is_decoded = is_loading and not (is_mapped or is_deferred(place))
+            if isinstance(part.encoding, PlainEncoding) or not is_packed or is_decoded:
+                total += size * _DECODED_BYTES
+                continue
+            stored = sum(header.end - header.begin for header in part.tensors.values())
+            bits = 4 if stored < _LEAST_8_BIT_BYTES * size else 8
+            total += size * GROUPED_BYTES[joint_bits([each.dtype for each in place.parts]) if is_mapped else bits]
+        if is_deferred(place):
+            most_decoded = max(most_decoded, math.prod(place.shape))
+    return round(total) + (_DECODING_BYTES * most_decoded if is_loading and is_packed else 0)
 
 
 def _decode_finite(encoded: EncodedTensor, dtype: torch.dtype) -> GroupedWeight | Tensor:
@@ -199,7 +258,7 @@ def _ordered(
     groups_I: number of each input's group (act-order); None: groups are of consecutive inputs.
     """
     group_size: int | None = encoded.encoding.group_size
-    size = encoded.shape[1] if group_size is None else group_size
+    size = encoded.shape[1] if group_size is None else min(group_size, encoded.shape[1])
     if groups_I is None or torch.equal(groups_I, torch.arange(encoded.shape[1], dtype=groups_I.dtype) // size):
         return _grouped(codes_FI, scale_FJ, zeros_FJ, group_size)
     if not 0 <= int(groups_I.min()) <= int(groups_I.max()) < scale_FJ.shape[1]:

@@ -11,15 +11,22 @@ from torch.overrides import TorchFunctionMode
 
 from model.attention.backends import AttentionBackend
 from model.chat.chatml import TEMPLATE, supports_chatml
-from model.checkpoint.decoding import decode, map_blocks
+from model.checkpoint.decoding import decode, defer, map_blocks
 from model.checkpoint.manifest import CONFIG_FILE, MANIFEST_FILE, Manifest, write_manifest
 from model.checkpoint.weights import map_parts, read_weights, remove_shards, write_shards
 from model.config import ModelConfig
 from model.huggingface.quantization_config import GgufEncoding
 from model.huggingface.tensor_placement import Placement
 from model.io.files import CheckpointError, write_json, writing
-from model.nn.grouped_weight import GroupedWeight, StoredWeight
-from model.nn.linear import GroupedLinear, Int8Linear, QuantizedEmbedding, StackedLinear, make_grouped_linear
+from model.nn.grouped_weight import DeferredWeight, GroupedWeight, StoredWeight
+from model.nn.linear import (
+    AnyGroupedWeight,
+    GroupedLinear,
+    Int8Linear,
+    QuantizedEmbedding,
+    StackedLinear,
+    make_grouped_linear,
+)
 from model.nn.transformer import Transformer
 from model.tokenizer.bos_eos import TEMPLATE_FILE
 from model.tokenizer.byte_level import ByteLevelTokenizer, save_native
@@ -43,7 +50,7 @@ def load_model(
     Args:
         packed_next: name endings of the matrices that the caller packs before any other use: `MATRICES`, perhaps with
             `EMBEDDING`. Until packed, such a matrix stays mapped from its file, if `map_parts` allows it. If there are
-            any endings, quantized matrices of a GGUF file stay mapped too.
+            any endings, quantized matrices of a GGUF file stay mapped too, and others with 4 bits are decoded later.
     """
     with torch.device("meta"), _NoInitialValues():
         model = Transformer(manifest.config, attention)
@@ -59,10 +66,13 @@ def load_model(
             model.set_submodule(module, StackedLinear(parts, tensors.pop(f"{module}.bias", None)))
             continue
         place = placements[name]
-        is_mapped = bool(packed_next) and isinstance(place.encoded[0].encoding, GgufEncoding)
-        weight = map_blocks(place, manifest.config) if is_mapped else decode(place, manifest.config, dtype)
+        is_mapped = isinstance(place.encoded[0].encoding, GgufEncoding)
         is_on_cpu = torch.device(device).type == "cpu"
-        if isinstance(weight, StoredWeight) or (isinstance(weight, GroupedWeight) and is_on_cpu):
+        weight: AnyGroupedWeight | Tensor | None = None
+        if packed_next and is_on_cpu:
+            weight = map_blocks(place, manifest.config) if is_mapped else defer(place, manifest.config)
+        weight = decode(place, manifest.config, dtype) if weight is None else weight
+        if isinstance(weight, StoredWeight | DeferredWeight) or (isinstance(weight, GroupedWeight) and is_on_cpu):
             _set_quantized(model, module, _linear(weight, tensors.pop(f"{module}.bias", None)), dtype)
         else:
             tensors[name] = (weight if isinstance(weight, Tensor) else weight.dense()).to(device, dtype)
@@ -85,9 +95,9 @@ def _is_decoded(place: Placement, device: torch.device | str) -> bool:
     return bool(encodings)
 
 
-def _linear(weight: GroupedWeight | StoredWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
+def _linear(weight: AnyGroupedWeight, bias_F: Tensor | None) -> GroupedLinear | Int8Linear:
     """Return the layer of a quantized matrix: the faster `Int8Linear` if all groups of an output have one scale."""
-    if isinstance(weight, StoredWeight):
+    if not isinstance(weight, GroupedWeight):
         return make_grouped_linear(weight, bias_F)
     scale_F = weight.scale_FG[:, 0]
     if weight.bits == 8 and weight.offset_FG is None and bool((weight.scale_FG == scale_F[:, None]).all()):

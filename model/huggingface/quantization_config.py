@@ -21,7 +21,6 @@ QUANTIZATION_KEY = "quantization_config"
 Roles = Mapping[str, tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]]
 _INT32 = ("I32",)
 _GROUP = 32  # inputs of a group of the kernels; larger groups repeat their scales
-_MAX_GROUP = 2**20
 _SCALES = "quantized scales are not supported"
 
 
@@ -47,11 +46,13 @@ class GptqEncoding:
     """GPTQ: 4-bit codes of 8 inputs in an int32, and the group of each input. Frantar et al. 2022 (arXiv 2210.17323).
 
     group_size: inputs that share a scale; None: all.
+    has_order: groups may be of any inputs (desc_act); without it, they are of consecutive inputs.
     zero_shift: difference between a zero point and its stored number: 1 in the format `gptq`, 0 in `gptq_v2`.
     """
 
     group_size: int | None
     zero_shift: int
+    has_order: bool = False
 
     def roles(self, shape: tuple[int, ...]) -> Roles:
         outputs, inputs = shape
@@ -186,8 +187,9 @@ def _read_gptq(reader: ConfigReader) -> StoredQuantization:
     group_size = _group_size(reader, ("group_size",))
     _check_bits(reader, ("bits",))
     shift = _agreed_choice(reader, ("checkpoint_format", "format"), {"gptq": 1, "gptq_v2": 0})
-    encoding = GptqEncoding(group_size=group_size, zero_shift=shift)
-    if reader.flag("desc_act", False) and group_size is not None:
+    has_order = reader.flag("desc_act", False) and group_size is not None
+    encoding = GptqEncoding(group_size=group_size, zero_shift=shift, has_order=has_order)
+    if has_order:
         return StoredQuantization(encoding, "int8 in groups of 32, requantized from GPTQ's int4 with desc_act")
     return StoredQuantization(encoding, f"{_groups_text(group_size)}, from GPTQ")
 
@@ -300,14 +302,14 @@ def _check_kind(weights: ConfigReader, kind: str) -> None:
 def _group_size(reader: ConfigReader, names: tuple[str, ...]) -> int | None:
     """Return the number of inputs that share a scale, from the first given key of `names`, else 128; None: all.
 
-    Raises CheckpointError unless the number is -1 (all) or a multiple of 32, at most `_MAX_GROUP`.
+    Raises CheckpointError unless the number is -1 (all) or a multiple of 32.
     """
     found = [(name, value) for name in names if (value := reader.value(name)) is not None]
     name, size = found[0] if found else (names[0], 128)
-    is_count = isinstance(size, int) and not isinstance(size, bool)
-    if not (is_count and (size == -1 or (_GROUP <= size <= _MAX_GROUP and size % _GROUP == 0))):
-        known = f"-1 (one group) and multiples of {_GROUP} up to {_MAX_GROUP}"
-        reader.reject(name, size, f"supported are {known}; use a checkpoint with one of these")
+    if isinstance(size, bool) or not isinstance(size, int) or (size != -1 and (size < _GROUP or size % _GROUP)):
+        reader.reject(
+            name, size, f"supported are -1 (one group) and multiples of {_GROUP}; use a checkpoint with one of these"
+        )
     return None if size == -1 else size
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from model.config import ModelConfig
 from model.config_enums import MlpKind, NormKind, QkNormScope
 from model.kernels.kernel_library import KernelLibrary, Shape
-from model.nn.grouped_weight import GroupedWeight, StoredWeight
+from model.nn.grouped_weight import DeferredWeight, GroupedWeight, StoredWeight
 from model.nn.linear import GroupedLinear, Int8Linear, PackedLinear, StackedLinear
 from model.system.memory_pages import HugePages
 
@@ -87,7 +87,8 @@ def pack(module: nn.Module, kernels: KernelLibrary, pages: HugePages, *, gated: 
     gated: the first half of the outputs is a gate for the second half, as in a gated MLP; see `interleaved`.
     """
     if isinstance(module, GroupedLinear):
-        return _pack_groups(module.stored, module.bias_F, kernels, pages, gated=gated)
+        stored = module.stored.read() if isinstance(module.stored, DeferredWeight) else module.stored
+        return _pack_groups(stored, module.bias_F, kernels, pages, gated=gated)
     scale_F: Tensor | None = None
     if isinstance(module, Int8Linear):
         parts, scale_F, bias_F = [module.weight_FE], module.scale_F, module.bias_F

@@ -106,6 +106,14 @@ class StoredWeight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeferredWeight:
+    """Weights in groups that `read` decodes when they are packed, or at their first use. They take no memory before."""
+
+    bits: int
+    read: Callable[[], GroupedWeight]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Int4Weight:
     """Weight matrix w[f, i] = scale[f] * (multiplier[f, i // 32] * code[f, i] + offset[f, i // 32]).
 

@@ -8,17 +8,26 @@ Legend: T packed tokens, E inputs, F outputs.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from model.nn.grouped_weight import GROUP_SIZE, GroupedWeight, Int4Weight, StoredWeight, quantize_weight
+from model.nn.grouped_weight import (
+    GROUP_SIZE,
+    DeferredWeight,
+    GroupedWeight,
+    Int4Weight,
+    StoredWeight,
+    quantize_weight,
+)
 from model.nn.matrix_kinds import matrix_kind
 from model.nn.transformer import Transformer
 
 _EXACT_INPUTS = 1024  # of int8 products whose float32 sums are exact
 _TINY = 1e-30  # keeps the scale of a row of zeros from being zero
+
+AnyGroupedWeight: TypeAlias = GroupedWeight | StoredWeight | DeferredWeight
 
 
 class PackedLinear(nn.Module):
@@ -66,7 +75,7 @@ class GroupedLinear(nn.Module):
     Reference implementation of the native kernel. A group's int8 sum is exact, so results are batch-invariant.
     """
 
-    def __init__(self, weight: GroupedWeight | StoredWeight, bias_F: Tensor | None) -> None:
+    def __init__(self, weight: AnyGroupedWeight, bias_F: Tensor | None) -> None:
         super().__init__()
         self.stored = weight
         self.bias_F = None if bias_F is None else bias_F.detach().float()
@@ -74,7 +83,7 @@ class GroupedLinear(nn.Module):
     @functools.cached_property
     def weight(self) -> GroupedWeight:
         """The weights, unpacked at their first use."""
-        return self.stored.read() if isinstance(self.stored, StoredWeight) else self.stored
+        return self.stored if isinstance(self.stored, GroupedWeight) else self.stored.read()
 
     def forward(self, x_TE: Tensor) -> Tensor:
         """Apply the layer to each token's inputs: (tokens, inputs) to (tokens, outputs), in the dtype of x."""
@@ -127,7 +136,7 @@ def _sum_groups(
     return sums_TF
 
 
-def make_grouped_linear(weight: GroupedWeight | StoredWeight, bias_F: Tensor | None) -> GroupedLinear:
+def make_grouped_linear(weight: AnyGroupedWeight, bias_F: Tensor | None) -> GroupedLinear:
     """Return a linear layer with this weight: `Int4Linear` for 4 bits, else `GroupedLinear`."""
     return (Int4Linear if weight.bits == 4 else GroupedLinear)(weight, bias_F)
 

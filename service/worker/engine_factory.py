@@ -13,19 +13,18 @@ from typing import NamedTuple
 import torch
 
 from model.attention.paged import KernelContext
+from model.checkpoint.decoding import quantized_bytes
 from model.checkpoint.loading import EMBEDDING, MATRICES, load_model
 from model.checkpoint.lora_adapter import read_adapter
 from model.checkpoint.manifest import Manifest
 from model.gguf.container import is_gguf
-from model.gguf.tensor_types import joint_bits
 from model.gpu.fused_modules import fuse
 from model.gpu.quantization import Quantization
-from model.huggingface.quantization_config import GgufEncoding, PlainEncoding
 from model.kernels.build import BuildError, levels_here
 from model.kernels.kernel_library import KernelLibrary, load_kernels
 from model.native.native_transformer import NativeTransformer, computes, enlarge_pages, library_for, to_native
 from model.nn.linear import LINEAR_KINDS, GroupedLinear, Int8Linear, can_pack, replace_linears
-from model.nn.matrix_kinds import GROUPED_BYTES, INT4_TEXT, QUANTIZED_BYTES, matrix_kind
+from model.nn.matrix_kinds import INT4_TEXT, QUANTIZED_BYTES, matrix_kind
 from model.nn.transformer import Transformer
 from model.system.limits import available_memory_bytes, usable_cpus
 from model.tokenizer.files import load_tokenizer
@@ -46,7 +45,6 @@ from service.worker.devices import find_device, take_device
 from service.worker.fallbacks import find_fallbacks
 from service.worker.memory_plan import (
     CACHE_SHARE,
-    LOADED_QUANTIZED_BYTES,
     LoadedModel,
     MemoryPlan,
     ServerNeeds,
@@ -61,8 +59,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _PREFIX_CACHE_SHARE = 0.5
 # Tokens per running sequence that "auto" sizes the KV-cache for: 64 contexts of 131,072 tokens would never be used.
 _USUAL_LENGTH = 8192
-# A matrix stored with more bytes a weight than this is served with 8 bits a weight.
-_LEAST_8_BIT_BYTES = 0.75
 # Dtypes by their names in safetensors files, and by their names in settings.
 _STORED_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -360,28 +356,26 @@ def _loaded_model(manifest: Manifest, resolved: _ResolvedSettings) -> LoadedMode
         num_copies=1 if resolved.kernels is None or (resolved.packed_next and stored == {dtype}) else 2,
         max_context_length=resolved.max_context_length,
         num_quantized=manifest.num_quantized,
+        quantized_bytes=_quantized_bytes(manifest, resolved, is_loading=True),
         packs_embedding=EMBEDDING in resolved.packed_next,
     )
 
 
 def _served_bytes(settings: ModelSettings, manifest: Manifest, resolved: _ResolvedSettings) -> int:
     """Return the bytes of the weights as they are served. While they are loaded, they take more on a CPU."""
-    loaded, saved = _loaded_model(manifest, resolved)._replace(num_copies=1), 0.0
+    packed_bytes = _quantized_bytes(manifest, resolved, is_loading=False)
+    loaded, saved = _loaded_model(manifest, resolved)._replace(num_copies=1, quantized_bytes=packed_bytes), 0.0
     if settings.quantize != "none" and not manifest.num_quantized:
         for name, shape in manifest.config.parameter_shapes().items():
             if name.endswith(resolved.packed_next):
                 served = QUANTIZED_BYTES[matrix_kind(settings.quantize, name)]
                 saved += math.prod(shape) * (loaded.value_bytes - served)
-    elif resolved.context.device.type == "cpu" and manifest.quantization is not None and manifest.quantization.is_kept:
-        for place, part in ((each, part) for each in manifest.placements.values() for part in each.encoded):
-            if not isinstance(part.encoding, PlainEncoding):
-                size = math.prod(part.shape)
-                stored = sum(header.end - header.begin for header in part.tensors.values())
-                bits = 4 if stored < _LEAST_8_BIT_BYTES * size else 8
-                if isinstance(part.encoding, GgufEncoding):
-                    bits = joint_bits([header.dtype for header in place.parts])
-                saved += size * (LOADED_QUANTIZED_BYTES - GROUPED_BYTES[bits])
     return loaded.weight_bytes - round(saved)
+
+
+def _quantized_bytes(manifest: Manifest, resolved: _ResolvedSettings, *, is_loading: bool) -> int:
+    places = manifest.placements.values() if manifest.num_quantized else ()  # fp8 becomes floats
+    return quantized_bytes(places, is_packed=resolved.kernels is not None, is_loading=is_loading)
 
 
 def _largest_step(settings: ModelSettings, resolved: _ResolvedSettings) -> LargestStep:

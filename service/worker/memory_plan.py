@@ -35,8 +35,6 @@ _RESULT_BYTES = 64 * _MIB
 CACHE_SHARE = 0.8
 # Tokens of context that must fit. A longer context that does not fit is rejected with the length that fits.
 _SHORT_CONTEXT = 1024
-# Bytes of a quantized weight while a model is loaded: 1 for its code, 0.25 for the scale and offset of its group.
-LOADED_QUANTIZED_BYTES = 1.25
 
 
 class MemoryPlan(NamedTuple):
@@ -65,19 +63,17 @@ class LoadedModel(NamedTuple):
     num_copies: int  # of every matrix; 2 if native kernels pack matrices besides the loaded matrices
     max_context_length: int  # tokens of prompt and completion together
     num_quantized: int = 0  # weights that are quantized in the checkpoint
+    quantized_bytes: int = 0  # of these weights, while the model is loaded
     packs_embedding: bool = False  # no copy of a tied embedding stays beside the packed output matrix
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights. A tied embedding may count twice: for row lookup, and as packed output matrix.
-
-        A quantized weight counts with the bytes that it has while the model is loaded.
-        """
+        """Bytes of all weights. A tied embedding may count twice: for row lookup, and as packed output matrix."""
         config, has_copy = self.config, self.config.tie_embeddings and not self.packs_embedding
         tied = config.vocab_size * config.hidden_size if has_copy else 0
         looked_up = config.vocab_size * config.num_layers * (config.layer_input_size or 0)  # never packed
         num_floats = self.num_copies * (config.num_parameters - self.num_quantized - looked_up) + looked_up
-        return self.value_bytes * (num_floats + tied) + round(self.num_quantized * LOADED_QUANTIZED_BYTES)
+        return self.value_bytes * (num_floats + tied) + self.quantized_bytes
 
     @property
     def short_cache_bytes(self) -> int:

@@ -18,15 +18,15 @@ from torch.nn import functional
 from model.attention.backends import ATTENTION_BACKENDS
 from model.attention.metadata import AttentionMetadata
 from model.checkpoint.conversion.quantize import quantize_checkpoint
-from model.checkpoint.decoding import DECODERS, decode
-from model.checkpoint.loading import load_model
+from model.checkpoint.decoding import DECODERS, decode, quantized_bytes
+from model.checkpoint.loading import MATRICES, load_model
 from model.checkpoint.manifest import read_manifest
 from model.huggingface.directory import INDEX_FILE, SINGLE_FILE
 from model.huggingface.quantization_config import Encoding, Fp8Encoding, Int8Encoding, PackedEncoding, read_quantization
 from model.huggingface.tensor_placement import EncodedTensor
 from model.io.files import CheckpointError
 from model.io.safetensors_header import read_headers
-from model.nn.grouped_weight import GroupedWeight
+from model.nn.grouped_weight import DeferredWeight, GroupedWeight
 from model.nn.linear import GroupedLinear, Int4Linear, Int8Linear
 from model.tokenizer.files import load_tokenizer
 from service.cli.main import main
@@ -332,7 +332,6 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "2 bits": ("awq 32", lambda c: c.update(bits=2), "bits=2: only 4 bits are supported"),
     "8 bits": ("gptq 128", lambda c: c.update(bits=8), "bits=8: only 4 bits are supported"),
     "group of 16": ("gptq 128", lambda c: c.update(group_size=16), "group_size=16: supported are -1 (one group) and"),
-    "huge group": ("gptq 128", lambda c: c.update(group_size=2**40), f"group_size={2**40}: supported are -1 (one"),
     "group of 0": ("awq 32", lambda c: c.update(group_size=0), "group_size=0: supported are -1 (one group) and"),
     "marlin": ("gptq 128", lambda c: c.update(checkpoint_format="marlin"), "checkpoint_format='marlin': supported"),
     "marlin flag": ("gptq 128", lambda c: c.update(is_marlin_format=True), "is_marlin_format=True: Marlin's packing"),
@@ -458,11 +457,13 @@ def test_wrong_numbers_are_rejected_as_they_are_read(directories: dict[str, Path
 def test_a_group_or_block_larger_than_a_matrix_is_the_matrix(tmp_path: Path) -> None:
     """A hostile size takes no memory."""
     write_form(tmp_path / "packed", FORMS["packed per output"])
+    write_form(tmp_path / "gptq", FORMS["gptq per output"])
     write_directory(tmp_path / "fp8", _BLOCKS, lambda w: fp8(w, (w.shape[0], w.shape[1]), "weight_scale_inv"))
     for name, changes in {
         "packed": {
             "config_groups": scheme("", num_bits=4, type="int", strategy="group", group_size=2**60)["config_groups"]
         },
+        "gptq": {"group_size": 2**40},
         "fp8": {"weight_block_size": [2**60, 2**60]},
     }.items():
         path = tmp_path / name / "config.json"
@@ -515,6 +516,32 @@ def test_a_quantized_directory_is_served(directories: dict[str, Path], tmp_path:
     assert body["choices"][0]["logprobs"]["token_logprobs"][0] == pytest.approx(float(best), abs=0.02)
 
 
+@pytest.mark.parametrize("name", ["gptq 128", "awq 32", "packed 32", "packed actorder"])
+def test_matrices_with_4_bits_are_decoded_when_they_are_packed(directories: dict[str, Path], name: str) -> None:
+    """Without act-order, no matrix of 4 bits is in memory before. The weights are those that `decode` returns."""
+    manifest, expected = read_manifest(directories[name]), decoded(directories[name])
+    backend = ATTENTION_BACKENDS["sdpa"]
+    model = load_model(manifest, device="cpu", dtype=torch.float32, attention=backend, packed_next=MATRICES)
+    linears = {name: each for name, each in model.named_modules() if isinstance(each, GroupedLinear)}
+    assert {f"{name}.weight" for name in linears} == expected.keys()
+    kinds = {type(linear.stored) for linear in linears.values()}
+    assert kinds == {GroupedWeight if name == "packed actorder" else DeferredWeight}
+    for key, linear in linears.items():
+        torch.testing.assert_close(linear.weight.dense(), dense(expected[f"{key}.weight"]), rtol=0, atol=0)
+
+
+def test_groups_of_any_inputs_need_desc_act_in_the_config(directories: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(directories["gptq 128"], tmp_path / "copy")
+    tensors = load_file(tmp_path / "copy" / SINGLE_FILE)
+    tensors[f"{MLP}.g_idx"] = tensors[f"{MLP}.g_idx"].flip(0).contiguous()
+    save_file(tensors, tmp_path / "copy" / SINGLE_FILE)
+    settings = ModelSettings(checkpoint=tmp_path / "copy", device="cpu", threads=1)
+    with pytest.raises(
+        CheckpointError, match="are not of consecutive inputs, although quantization_config has no desc"
+    ):
+        build_engine(settings, read_manifest(settings.checkpoint))
+
+
 def test_other_devices_than_a_cpu_get_dequantized_matrices(directories: dict[str, Path]) -> None:
     manifest = read_manifest(directories["awq 32"])
     model = load_model(manifest, device="meta", dtype=torch.bfloat16, attention=ATTENTION_BACKENDS["sdpa"])
@@ -527,8 +554,16 @@ def test_the_memory_plan_counts_quantized_weights_as_bytes(directories: dict[str
     matrices = [weight for weight in decoded(manifest.directory).values() if isinstance(weight, GroupedWeight)]
     quantized = sum(weight.codes_FI.numel() for weight in matrices)
     assert manifest.num_quantized == quantized
-    plan = LoadedModel(manifest.config, 4, 4, 2, 64, quantized)
-    assert plan.weight_bytes == 8 * (manifest.config.num_parameters - quantized) + 1.25 * quantized
+    plan = LoadedModel(manifest.config, 4, 4, 2, 64, quantized, 1000)
+    assert plan.weight_bytes == 8 * (manifest.config.num_parameters - quantized) + 1000
+    places = [*manifest.placements.values()]
+    served, loading, decoded_bytes = (
+        quantized_bytes(places, is_packed=is_packed, is_loading=is_loading)
+        for is_packed, is_loading in ((True, False), (True, True), (False, True))
+    )
+    assert served == round(quantized * 4.75 / 8)
+    assert loading == served + 6 * max(weight.codes_FI.numel() for weight in matrices)  # one is decoded at a time
+    assert decoded_bytes == 1.25 * quantized
     assert read_manifest(directories["awq 32"] / "dense").num_quantized == 0
 
 
