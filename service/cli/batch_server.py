@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from model.io.files import first_line
+from service.cli.chat_client import retry_seconds
 
 # A response that is not streamed sends nothing until it is complete.
 _RESPONSE_SECONDS = 3600.0
@@ -95,8 +96,7 @@ class BatchClient:
                     request_id = response.headers.get("x-request-id", "")
                     return Reply(status=response.status, request_id=request_id, body=_parse(text))
                 problem = f"is busy: status {response.status}"
-                with suppress(ValueError):
-                    seconds = max(seconds, float(response.headers.get("retry-after", "")))
+                seconds = max(seconds, retry_seconds(response) or 0.0)
             if attempt < self.max_retries and self._is_cancelled.wait(seconds):
                 break
         else:

@@ -105,7 +105,7 @@ class ChatClient:
             case 404:
                 return ChatError(reason, "check --model and --url")
             case 429 | 503:
-                seconds = _retry_seconds(response)
+                seconds = retry_seconds(response)
                 hint = "/retry asks again" + ("" if seconds is None else f", in {seconds:.0f} s at the earliest")
                 return ChatError(f"the server is busy: {reason}", hint, retry_seconds=seconds)
         return ChatError(f"the server answered with an error: {reason}", f"status {response.status}")
@@ -127,7 +127,8 @@ def _deltas(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"usage": event["usage"]}
 
 
-def _retry_seconds(response: http.client.HTTPResponse) -> float | None:
+def retry_seconds(response: http.client.HTTPResponse) -> float | None:
+    """Return after how many seconds a response asks for a retry, from its headers; None without such a header."""
     try:
         if (milliseconds := response.headers["retry-after-ms"]) is not None:
             return float(milliseconds) / 1000
