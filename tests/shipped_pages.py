@@ -78,7 +78,8 @@ def renew_facts(page: str, training: dict[str, Any]) -> str:
     while "started_from" in runs[-1]:
         runs.append(runs[-1]["started_from"])
     minutes = round(sum(run["seconds"] for run in runs) / 60)
-    steps = f"{len(runs)} runs with {minutes // 60} h {minutes % 60} min"
+    num_runs = sum(run["steps"] > 1 for run in runs)  # a step alone only averages weights
+    steps = f"{num_runs} runs with {minutes // 60} h {minutes % 60} min"
     page = _replace(r"(?<=from scratch, in ).*(?= of steps on one or two threads)", steps, page)
     tokens = f"{sum(run['tokens'] for run in runs) / 1e6:.1f}"
     page = _replace(r"(?<=They read )[\d.]+(?= million tokens)", tokens, page)
@@ -149,6 +150,7 @@ def renew_heads(page: str, run: Callable[[str], str]) -> str:
     page = _replace(r"(?<=head 1 of layer 7 with )\d+(?= %)", first, page)
     for row in re.findall(r"^\| (The .*\.) \| `", page, re.M):
         token, share = re.findall(r"␣it +(\S+) (\d+ %)", row_of_it(6, "1", row))[0]
+        token = token.replace("|", "\\|")  # of a table, even within a code span
         page = _replace(rf"(?<=^\| {re.escape(row)} \| ).*(?= \|$)", f"`{token}` {share}", page)
     return page
 

@@ -55,9 +55,12 @@ def test_figures_of_the_pages_are_replaced(tmp_path: Path) -> None:
 
 def test_the_facts_of_the_run_are_in_the_readme() -> None:
     bits = {"tinystories-valid": 0.5, "simplewiki": 1.25}
-    first = {"seconds": 60.0, "tokens": 1_000_000}
-    second = {"seconds": 3600.0, "tokens": 500_000, "started_from": first}
-    training = {"seconds": 7500.0, "tokens": 2_340_000, "started_from": second, "held_out_bits_per_byte": bits}
+    first = {"steps": 200, "seconds": 60.0, "tokens": 1_000_000}
+    mean = {"steps": 1, "seconds": 0.0, "tokens": 0, "started_from": first}
+    second = {"steps": 100, "seconds": 3600.0, "tokens": 500_000, "started_from": mean}
+    training = {"steps": 400, "seconds": 7500.0, "tokens": 2_340_000, "started_from": second} | {
+        "held_out_bits_per_byte": bits
+    }
     words = " ".join(shipped_pages.renew_facts((ROOT / "README.md").read_text(), training).split())
     assert "in 3 runs with 3 h 6 min of steps on one or two threads" in words
     assert "They read 3.8 million tokens of" in words
@@ -72,7 +75,7 @@ def test_what_it_attends_to_is_renewed_in_every_place() -> None:
         return "title\n    9  ␣it     <|endoftext|> 12 %, ␣dog 1 %\n   10  ␣was    ␣it 2 %\n"
 
     page = shipped_pages.renew_heads((ROOT / "docs" / "inspect.md").read_text(), run)
-    assert page.count("| `<|endoftext|>` 12 % |\n") == 4
+    assert page.count(r"| `<\|endoftext\|>` 12 % |") == 4
     assert "head 1 of layer 7 with 12 %." in page
     assert "prints:\n\n```\n    9  ␣it     <|endoftext|> 12 %, ␣dog 1 %\n```" in page
     assert sum("--head all --out docs/heads.png" in command for command in seen) == 1
