@@ -94,14 +94,14 @@ class WorkerProcess:
             has_standby: the worker process forks a standby first. Main becomes the standby's parent.
         Returns the standby, or None without one.
         """
+        if not has_standby:
+            self.send(order, descriptors)
+            return None
         ours, theirs = socket.socketpair()
         with theirs:
             adopt_orphans()
-            self.send(order, [*descriptors, *([theirs.fileno()] if has_standby else [])])
-        if has_standby:
-            return WorkerProcess(ours, pid=None)
-        ours.close()
-        return None
+            self.send(order, [*descriptors, theirs.fileno()])
+        return WorkerProcess(ours, pid=None)
 
     def send(self, content: bytes, descriptors: Sequence[int] = ()) -> None:
         """Send the worker process a message, after its order the pickled `VerifiedCheckpoint`.
