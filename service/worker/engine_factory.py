@@ -43,13 +43,7 @@ from service.engine.execution.gpu_setup import (
 from service.engine.scheduling.scheduler import EngineConfig
 from service.worker.devices import find_device, take_device
 from service.worker.fallbacks import find_fallbacks
-from service.worker.memory_plan import (
-    CACHE_SHARE,
-    LoadedModel,
-    MemoryPlan,
-    ServerNeeds,
-    plan_memory,
-)
+from service.worker.memory_plan import CACHE_SHARE, LoadedModel, MemoryPlan, ServerNeeds, plan_memory
 
 logger = logging.getLogger(__name__)
 

@@ -106,9 +106,9 @@ class Grammars:
         """
         try:
             matcher = self._futures.pop(uid).result().deep_copy()
+        except GrammarError:
+            raise
         except Exception as error:
-            if isinstance(error, GrammarError):
-                raise
             # The next sequence with this grammar compiles it again: a file may be back, or memory free.
             self._compiled.pop(self._sources[uid], None)
             raise GrammarError(f"the grammar could not be compiled: {first_line(error)}") from error
