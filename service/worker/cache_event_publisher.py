@@ -2,6 +2,7 @@
 
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Sequence
 
@@ -48,7 +49,7 @@ class CacheEventPublisher:
         inbox, subscribers, requests = (context.socket(kind) for kind in (zmq.PAIR, zmq.PUB, zmq.ROUTER))
         for queue in (self._outbox, inbox, subscribers, requests):
             queue.set_hwm(_NUM_KEPT + 1)  # the replies to a request are one more
-        own = f"inproc://cache-events-{id(self)}"
+        own = f"inproc://cache-events-{uuid.uuid4()}"  # a closed socket keeps its address for a while
         self._outbox.bind(own)
         inbox.connect(own)
         try:
