@@ -225,7 +225,7 @@ _OVERVIEW: Final = Row(
         ),
         Panel(
             "Alerts that fire",
-            "Alerts of monitoring/rules/alerts.yml that fire. docs/operations.md has a section for each.",
+            "Alerts of monitoring/rules/alerts.yml that fire. docs/monitoring.md has a section for each.",
             "none",
             (Query('max by (alertname) (ALERTS{model_name=~"$model_name|", alertstate="firing"})', "{{alertname}}"),),
             kind="state-timeline",

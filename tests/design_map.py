@@ -1,4 +1,4 @@
-"""Map of the source files in docs/design.md, generated from each file's first line.
+"""Map of the source files in docs/map.md, generated from each file's first line.
 
 `python -m tests.design_map` rewrites the map; `tests/test_architecture.py` compares it.
 """
@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "design.md"
+PAGE = ROOT / "docs" / "map.md"
 BEGIN, END = "<!-- map: python -m tests.design_map -->\n", "<!-- end of map -->\n"
 PACKAGES = ("model", "service", "loadtest", "monitoring")
 
@@ -61,7 +61,7 @@ def _table(folder: Path, paths: list[Path]) -> str:
 
 
 def main() -> None:
-    """Rewrite the map in docs/design.md."""
+    """Rewrite the map in docs/map.md."""
     before, _, rest = PAGE.read_text().partition(BEGIN)
     PAGE.write_text(before + BEGIN + design_map() + END + rest.partition(END)[2])
 

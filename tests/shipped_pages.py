@@ -106,7 +106,7 @@ def renew_chat(page: str, url: str) -> str:
 
 
 def renew_quantization(page: str, evaluate: Callable[..., dict[str, Any]]) -> str:
-    """Return docs/operations.md with the cost in accuracy of int8 and int4 matrices, and of a float16 KV-cache."""
+    """Return docs/quantization.md with the cost in accuracy of int8 and int4 matrices, and of a float16 KV-cache."""
     found = {kind: evaluate(60, "--quantize", kind) for kind in ("int8", "int4")}
     for name in ("tinystories", "aesop"):
         plain = found["int8"]["without_rounding"][name]["bits_per_byte"]
@@ -192,7 +192,7 @@ def renew(service: Service, directory: Path) -> None:
         "docs/clients.md": lambda page: renew_chat(page, service.url),
         "docs/evaluation.md": lambda page: renew_harness(page, evaluate, directory / "documents.jsonl"),
         "docs/inspect.md": lambda page: renew_heads(page, run),
-        "docs/operations.md": lambda page: renew_quantization(page, evaluate),
+        "docs/quantization.md": lambda page: renew_quantization(page, evaluate),
     }
     for name in dict.fromkeys([*_PAGES, *further]):
         path = ROOT / name

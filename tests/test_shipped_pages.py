@@ -45,7 +45,7 @@ def test_figures_of_the_pages_are_replaced(tmp_path: Path) -> None:
         rounded = {name: {"bits_per_byte": 2.1 if "int4" in flags else 2.0002, "bytes": 5} for name in bits}
         return {"held_out": rounded if most > 50 else bits, "without_rounding": bits}
 
-    page = renew_quantization((ROOT / "docs" / "operations.md").read_text(), evaluate)
+    page = renew_quantization((ROOT / "docs" / "quantization.md").read_text(), evaluate)
     for name in ("stories (tinystories)", "fables (aesop)"):
         assert f"| {name} | 2.0000 | 2.0002 (+0.01 %) | 2.1000 (+5.00 %) |" in page
     assert "It costs the shipped model +0.01 % of the bits per byte of both texts." in page

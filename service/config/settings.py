@@ -58,7 +58,7 @@ class ModelSettings(CheckpointSettings):
     run, else float32"""
     quantize: Literal["none", "int8", "int4", "fp8"] = option("model", "none")
     """quantize weights and inputs of matrix products: int8; int4 (4-bit weights, int8 inputs) on CPUs; fp8 on GPUs that
-    support it; see docs/operations.md"""
+    support it; see docs/quantization.md"""
     attention: Literal["auto", "native", "sdpa", "eager", "paged"] = option("model", "auto")
     """attention backend; auto: native (Kvasir's kernels) on a CPU with AVX2 or better; paged on CUDA for models without
     attention biases; else sdpa"""

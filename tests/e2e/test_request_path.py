@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.design_map import PAGE, ROOT
+from tests.design_map import ROOT
 from tests.e2e.process import serving, serving_anew
 
 pytestmark = pytest.mark.slow
 
+PAGE = ROOT / "docs" / "design.md"
 CHECKPOINT = ROOT / "checkpoints" / "kvasir-20m"
 PROMPT = "The clever fox met an old owl in the forest, and he asked her for"
 BEGIN, END = "<!-- path: python -m tests.e2e.test_request_path -->\n", "<!-- end of path -->\n"

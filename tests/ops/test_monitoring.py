@@ -189,7 +189,7 @@ def test_every_alert_fires_in_a_rule_test() -> None:
 
 
 def test_documented_alerts_exist() -> None:
-    explained = set(re.findall(r"^### (Kvasir\w+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE))
+    explained = set(re.findall(r"^### (Kvasir\w+)$", (ROOT / "docs" / "monitoring.md").read_text(), re.MULTILINE))
     assert explained == {alert["alert"] for alert in ALERTS}
 
 
