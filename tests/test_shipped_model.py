@@ -22,6 +22,7 @@ from model.sampling.params import SamplingParams
 from model.tokenizer.byte_level import ByteLevelTokenizer, load_native
 from model.tokenizer.generation_config import read_generation_config
 from model.training.config import load_train_config
+from service.cli.main import main
 from tests.model.tokenizer.texts import stories
 
 ROOT = Path(__file__).parents[1]
@@ -157,6 +158,25 @@ def test_the_model_has_a_low_loss_on_english(shipped: Shipped) -> None:
     """Bits per byte of held-out stories and fables: random bytes have 8, independent letters over 4."""
     for texts, limit in ((stories()[::8], 1.0), (AESOP.split("\n\n")[:20], 1.9)):
         assert evaluate(shipped.model, shipped.tokenizer, texts).bits_per_byte < limit
+
+
+def test_a_kv_cache_in_int8_costs_at_most_half_a_percent(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    text = ("--texts", f"aesop={ROOT / 'tests' / 'data' / 'aesop.txt'}", "--max-documents", "20", "--samples", "0")
+    options = (
+        "--device",
+        "cpu",
+        "--threads",
+        str(torch.get_num_threads()),
+        "--kv-cache-dtype",
+        "int8",
+        "--out",
+        str(out),
+    )
+    assert main(["eval", "--checkpoint", str(CHECKPOINT), *text, *options]) == 0
+    result = json.loads(out.read_text())
+    rounded, plain = (result[key]["aesop"]["bits_per_byte"] for key in ("held_out", "without_rounding"))
+    assert 0 < abs(rounded / plain - 1) < 0.005
 
 
 @pytest.mark.parametrize("greeting", ["Hello!", "Hi there!", "Good morning!"])

@@ -12,7 +12,7 @@ from model.structured_output.grammar import Vocabulary
 from model.tokenizer.interface import Tokenizer
 from service.protocol.errors import EngineFailed, InvalidRequest
 from service.protocol.response_format import OutputConstraint
-from service.sandbox.child_process import BoundedProcess, ProcessEnded, ProcessLimits, ProcessNotStarted
+from service.sandbox.child_process import BoundedProcess, ProcessEnded, ProcessKilled, ProcessLimits, ProcessNotStarted
 from service.sandbox.serial_executor import SerialExecutor
 
 WAIT_SECONDS = 5.0
@@ -95,6 +95,8 @@ class GrammarChecker:
             reply = self._process.ask(order)
         except ProcessNotStarted:
             raise EngineFailed("the grammar compiler process of this server cannot be started", retry=False) from None
+        except ProcessKilled:  # not by its limits, so the grammar may be valid
+            raise EngineFailed("the grammar compiler process was killed; try again later", retry=True) from None
         except ProcessEnded:
             reply = {"error": f"compilation takes over {self._limits}; simplify the schema or grammar"}
         return reply, time.monotonic() - start

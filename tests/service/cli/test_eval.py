@@ -139,7 +139,9 @@ def test_unsupported_quantization_is_rejected_before_measuring(run: Run, texts: 
     assert "measuring" not in said
 
 
-@pytest.mark.parametrize("flags", [("--quantize", "int8"), ("--kv-cache-dtype", "float16")])
+@pytest.mark.parametrize(
+    "flags", [("--quantize", "int8"), ("--kv-cache-dtype", "float16"), ("--kv-cache-dtype", "int8")]
+)
 def test_the_change_by_quantization_is_reported(run: Run, texts: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
     out = tmp_path / "out.json"
     given = ("--texts", f"mine={texts}", "--samples", 0, "--out", out)
