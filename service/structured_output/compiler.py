@@ -55,7 +55,7 @@ class GrammarChecker:
         Raises:
             InvalidRequest: the constraint cannot be enforced.
             Overloaded: too many requests wait for the child process, or the request waited too long.
-            EngineFailed: the child process cannot be started.
+            EngineFailed: the child process cannot be started, or was killed twice.
         """
         if wanted is None:
             return None

@@ -4,14 +4,14 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Never
 
 import pytest
 
 from service.protocol.completions import CompletionRequest
-from service.protocol.errors import InvalidRequest, Overloaded
+from service.protocol.errors import EngineFailed, InvalidRequest, Overloaded
 from service.protocol.response_format import MAX_SCHEMA_CHARACTERS, ConstraintKind, OutputConstraint
-from service.sandbox.child_process import ProcessLimits
+from service.sandbox.child_process import ProcessKilled, ProcessLimits
 from service.structured_output.compiler import GrammarChecker
 from tests.tiny_model import tiny_tokenizer
 
@@ -189,6 +189,21 @@ def test_each_request_is_observed_with_the_compile_time_unless_cached() -> None:
     checker.close()
     assert [observed[:2] for observed in told] == [("regex", "accepted"), ("regex", "accepted"), ("json", "refused")]
     assert [seconds is None for _, _, seconds in told] == [False, True, False]
+
+
+def test_a_killed_compiler_does_not_reject_the_grammar_for_later_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    checker = GrammarChecker(tiny_tokenizer())
+
+    def kill(_: object) -> Never:
+        raise ProcessKilled
+
+    with monkeypatch.context() as patches:
+        patches.setattr(checker._process, "ask", kill)
+        with pytest.raises(EngineFailed, match="the grammar compiler process was killed; try again later") as raised:
+            checked(checker, "regex", "a")
+    assert raised.value.retry
+    assert checked(checker, "regex", "a") is not None
+    checker.close()
 
 
 def test_a_request_that_waits_too_long_for_the_compiler_is_rejected() -> None:
