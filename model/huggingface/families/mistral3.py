@@ -3,13 +3,12 @@
 Mistral 3: the language model, Mistral or Ministral 3, of models with a vision tower. The tower is not served.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from model.huggingface.families.gemma.gemma3 import with_vision_tower
 from model.huggingface.families.llama import MISTRAL
 from model.huggingface.families.reading.layer_types import split_rope
-from model.huggingface.families.reading.llama_like import derived_family, read_one_rope
+from model.huggingface.families.reading.llama_like import derived_family, read_one_rope, read_sliding_window
 from model.huggingface.families.reading.reader import ConfigReader
 
 # `Ministral3Config`: the default of rope_parameters.
@@ -22,10 +21,6 @@ _ROPE = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-
-
-def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": reader.optional_size("sliding_window", None)}
 
 
 def _read_rope(reader: ConfigReader, positions: int, head_dim: int) -> dict[str, Any]:
@@ -45,7 +40,7 @@ def _read_rope(reader: ConfigReader, positions: int, head_dim: int) -> dict[str,
 _MINISTRAL3 = derived_family(
     "ministral3",
     "Ministral3",
-    _read_own_fields,
+    read_sliding_window,
     read_ropes=_read_rope,
     vocab_size=131072,
     intermediate_size=14336,

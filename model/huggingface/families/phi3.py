@@ -1,22 +1,14 @@
 """Phi-3 (arXiv 2404.14219) and Phi-4-mini (arXiv 2503.01743): Llama's layers with fused matrices and LongRoPE."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 from model.huggingface.families.reading.family import plain
-from model.huggingface.families.reading.llama_like import derived_family, read_one_rope
-from model.huggingface.families.reading.reader import ConfigReader
-
-
-def _read_own_fields(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": reader.optional_size("sliding_window", None)}
-
+from model.huggingface.families.reading.llama_like import derived_family, read_one_rope, read_sliding_window
 
 PHI3 = derived_family(
     "phi3",
     "Phi3",
-    _read_own_fields,
+    read_sliding_window,
     renamed={
         "layers.#.attention.qkv": plain("layers.#.self_attn.qkv_proj"),
         "layers.#.mlp.gate_up": plain("layers.#.mlp.gate_up_proj"),

@@ -135,6 +135,11 @@ def read_one_rope(reader: ConfigReader, positions: int, head_dim: int, **options
     return {"rope_theta": rope.theta, "rope_scaling": rope.scaling, "rotary_dim": rope.dim(head_dim)}
 
 
+def read_sliding_window(reader: ConfigReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ModelConfig field of a sliding window in every layer, if config.json has one."""
+    return {"sliding_window": reader.optional_size("sliding_window", None)}
+
+
 def layer_norm_fields(reader: ConfigReader, width: int, heads: int) -> dict[str, Any]:
     """Return the ModelConfig fields of the sizes and norms of layers with layer norms, in which no heads share keys."""
     return {
