@@ -192,7 +192,7 @@ def _decode_gptq(encoded: EncodedTensor) -> GroupedWeight:
         _nibbles(stored["qweight"].t()).reshape(outputs, -1)[:, :inputs],
         stored["scales"].t(),
         zeros_FJ=_nibbles(zeros_JW).flatten(1)[:, :outputs].t(),
-        groups_I=stored["g_idx"],
+        groups_I=stored.get("g_idx"),
     )
 
 

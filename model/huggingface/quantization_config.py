@@ -6,7 +6,7 @@ Legend: F outputs, I inputs of a matrix, G groups of inputs.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -46,7 +46,8 @@ class GptqEncoding:
     """GPTQ: 4-bit codes of 8 inputs in an int32, and the group of each input. Frantar et al. 2022 (arXiv 2210.17323).
 
     group_size: inputs that share a scale; None: all.
-    has_order: groups may be of any inputs (desc_act); without it, they are of consecutive inputs.
+    has_order: groups may be of any inputs (desc_act); without it, they are of consecutive inputs, and the tensor g_idx,
+        which then says the same, may be absent, as in AutoRound's files.
     zero_shift: difference between a zero point and its stored number: 1 in the format `gptq`, 0 in `gptq_v2`.
     """
 
@@ -165,6 +166,11 @@ class StoredQuantization:
         return not isinstance(self.encoding, Fp8Encoding)
 
 
+def may_be_absent(encoding: Encoding, role: str) -> bool:
+    """Return True for a stored tensor without which a matrix can be decoded, by the last part of its name."""
+    return role == "g_idx" and isinstance(encoding, GptqEncoding) and not encoding.has_order
+
+
 def read_quantization(path: Path, value: object) -> StoredQuantization | None:
     """Return the encoding that a `quantization_config` in the config.json `path` describes; None for null.
 
@@ -201,6 +207,12 @@ def _read_awq(reader: ConfigReader) -> StoredQuantization:
     if not reader.flag("zero_point", True):
         reader.reject("zero_point", False, "only AWQ with zero points is supported; use a checkpoint with them")
     return StoredQuantization(AwqEncoding(group_size=group_size), f"{_groups_text(group_size)}, from AWQ")
+
+
+def _read_auto_round(reader: ConfigReader) -> StoredQuantization:
+    quantization = reader.choice("packing_format", "", _AUTO_ROUND)(reader)
+    assert isinstance(quantization.encoding, GptqEncoding | AwqEncoding)
+    return replace(quantization, text=f"{_groups_text(quantization.encoding.group_size)}, from AutoRound")
 
 
 def _read_fp8(reader: ConfigReader) -> StoredQuantization:
@@ -340,9 +352,15 @@ _FP8_TEXT = "dequantized from fp8"
 _METHODS: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
+    "auto-round": _read_auto_round,
+    "intel/auto-round": _read_auto_round,
     "fp8": _read_fp8,
     "compressed-tensors": _read_compressed_tensors,
     "kvasir": _read_own,
+}
+_AUTO_ROUND: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
+    "auto_round:auto_gptq": _read_gptq,
+    "auto_round:auto_awq": _read_awq,
 }
 _STORED: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
     "pack-quantized": _read_packed,
@@ -350,6 +368,7 @@ _STORED: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
     "float-quantized": _read_float8,
 }
 # Keys about how the matrices were quantized, about other engines' kernels, and lists of modules left unquantized.
+# Modules that `extra_config` stores with other bits or groups are rejected by the shapes of their tensors.
 _HARMLESS_KEYS = """
     quant_method modules_to_not_convert ignored_layers ignore sym damp_percent damp_auto_increment true_sequential
     static_groups model_name_or_path model_file_base_name lm_head meta dataset tokenizer use_cuda_fp16 model_seqlen
@@ -359,6 +378,7 @@ _HARMLESS_KEYS = """
     global_compression_ratio version run_compressed use_optimized_inference method pack_impl offload_to_disk
     offload_to_disk_path autoround_version enable_quanted_input enable_minmax_tuning enable_norm_bias_tuning seqlen
     scale_dtype lr minmax_lr gradient_accumulate_steps iters amp nsamples low_gpu_mem_usage to_quant_block_names
+    extra_config model_free
 """
 _HARMLESS = frozenset(_HARMLESS_KEYS.split())
 _PLAIN = "use a checkpoint without it"
@@ -366,6 +386,7 @@ _MUST_BE: Requirements = {
     "is_marlin_format": ((False,), "Marlin's packing is not supported; use the checkpoint before its repacking"),
     "dynamic": (({}, False), f"schemes of single modules are not supported; {_PLAIN}"),
     "data_type": (("int",), f"only integers are supported; {_PLAIN}"),
+    "act_bits": ((16,), f"only inputs that are not quantized are supported; {_PLAIN}"),
     "pack_dtype": (("int32",), f"only int32 is supported; {_PLAIN}"),
     "kv_cache_scheme": ((), f"a quantized KV-cache is not supported; {_PLAIN}"),
     "transform_config": (({},), f"transforms are not supported; {_PLAIN}"),

@@ -9,7 +9,7 @@ from typing import Any
 from model.config import ModelConfig
 from model.gguf.container import is_gguf, read_gguf
 from model.huggingface.families.reading.family import Layout, ModelFamily, full_name, sources
-from model.huggingface.quantization_config import Encoding, GgufEncoding, Int8Encoding, PlainEncoding
+from model.huggingface.quantization_config import Encoding, GgufEncoding, Int8Encoding, PlainEncoding, may_be_absent
 from model.io.files import CheckpointError, reading
 from model.io.safetensors_header import WEIGHT_DTYPES, TensorHeader, read_headers
 
@@ -131,11 +131,11 @@ def _find_part(
     tensors = {}
     for role, (dtypes, shapes) in encoding.roles(shape).items():
         part = f"{module}.{role}"
-        if (header := found.pop(part, None)) is None:
-            missing.append(part)
-        else:
+        if (header := found.pop(part, None)) is not None:
             _check_tensor(header, dtypes, shapes)
             tensors[role] = header
+        elif not may_be_absent(encoding, role):
+            missing.append(part)
     return EncodedTensor(encoding=encoding, shape=shape, tensors=tensors)
 
 

@@ -127,6 +127,13 @@ class Form:
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False, "sym": True, "damp_percent": 0.1, "lm_head": False}
 _AWQ = {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm", "modules_to_not_convert": ["lm_head"]}
+_AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "sym": True,
+    "data_type": "int",
+}
 _ORDERED = "int8 in groups of 32, requantized from"
 
 
@@ -176,6 +183,18 @@ FORMS: dict[str, Form] = {
     ),
     "awq 128": Form({**_AWQ, "group_size": 128}, awq, "int4 in groups of 128, from AWQ", has_zeros=True),
     "awq 32": Form({**_AWQ, "group_size": 32}, awq, "int4 in groups of 32, from AWQ", group=32, has_zeros=True),
+    "auto-round 128": Form(
+        {**_AUTO_ROUND, "group_size": 128, "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}},
+        lambda codes: {role: tensor for role, tensor in gptq(codes).items() if role != "g_idx"},
+        "int4 in groups of 128, from AutoRound",
+    ),
+    "auto-round awq 32": Form(
+        {**_AUTO_ROUND, "group_size": 32, "packing_format": "auto_round:auto_awq"},
+        awq,
+        "int4 in groups of 32, from AutoRound",
+        group=32,
+        has_zeros=True,
+    ),
     "packed 32": _packed_form(32),
     "packed 64, zeros": _packed_form(64, has_zeros=True),
     "packed 128": _packed_form(128),

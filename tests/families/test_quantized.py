@@ -232,6 +232,12 @@ PUBLISHED: dict[str, tuple[str, str]] = {
         "true_sequential": false}""",
         "int4 in groups of 128, from GPTQ",
     ),
+    "Qwen3 by AutoRound": (
+        """{"autoround_version": "0.14.2", "bits": 4, "data_type": "int", "extra_config": {"lm_head": {"bits": 16,
+        "data_type": "float"}}, "group_size": 128, "iters": 0, "model_free": true,
+        "packing_format": "auto_round:auto_gptq", "quant_method": "auto-round", "sym": true}""",
+        "int4 in groups of 128, from AutoRound",
+    ),
     "Qwen2.5 AWQ": (
         """{"bits": 4, "group_size": 128, "modules_to_not_convert": null, "quant_method": "awq", "version": "gemm",
         "zero_point": true}""",
@@ -336,6 +342,13 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
     "marlin": ("gptq 128", lambda c: c.update(checkpoint_format="marlin"), "checkpoint_format='marlin': supported"),
     "marlin flag": ("gptq 128", lambda c: c.update(is_marlin_format=True), "is_marlin_format=True: Marlin's packing"),
     "dynamic": ("gptq 128", lambda c: c.update(dynamic={"-:.*": {}}), "dynamic={'-:.*': {}}: schemes of single"),
+    "other packing": (
+        "auto-round 128",
+        lambda c: c.update(packing_format="x"),
+        "packing_format='x': supported are auto_",
+    ),
+    "no packing": ("auto-round 128", lambda c: c.pop("packing_format"), "packing_format='': supported are auto_round:"),
+    "quantized inputs": ("auto-round 128", lambda c: c.update(act_bits=8), "act_bits=8: only inputs that are not"),
     "gemv": ("awq 32", lambda c: c.update(version="gemv"), "version='gemv': supported are gemm"),
     "awq without zeros": ("awq 32", lambda c: c.update(zero_point=False), "zero_point=False: only AWQ with zero"),
     "unknown key": ("awq 32", lambda c: c.update(rotation="x"), "quantization_config.rotation='x': unknown key"),
@@ -366,7 +379,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return a directory of each form that the tests of errors damage."""
     root = tmp_path_factory.mktemp("quantized")
-    for name in ("gptq 128", "awq 32", "packed 32", "packed actorder"):
+    for name in ("gptq 128", "gptq desc_act", "auto-round 128", "awq 32", "packed 32", "packed actorder"):
         write_form(root / name, FORMS[name])
         write_byte_level(root / name, 300)
         write_byte_level(root / name / "dense", 300)
@@ -400,9 +413,14 @@ def test_a_quantized_model_of_a_transposed_family_is_rejected(tmp_path: Path) ->
 
 Damage = Callable[[Tensors], object]
 DAMAGED: dict[str, tuple[str, Damage, str]] = {
+    "8 bits in extra_config": (
+        "auto-round 128",
+        lambda t: t.update({f"{MLP}.qweight": torch.zeros(64, 128).int()}),
+        "has shape (64, 128), but",
+    ),
     "qweight": ("gptq 128", lambda t: t.update({f"{MLP}.qweight": torch.zeros(8, 8).int()}), "has shape (8, 8), but"),
     "dtype": ("gptq 128", lambda t: t.update({f"{MLP}.qweight": t[f"{MLP}.qweight"].long()}), "dtype I64, not I32"),
-    "g_idx": ("gptq 128", lambda t: t.pop(f"{MLP}.g_idx"), f"tensor {MLP}.g_idx is in no weight file"),
+    "g_idx": ("gptq desc_act", lambda t: t.pop(f"{MLP}.g_idx"), f"tensor {MLP}.g_idx is in no weight file"),
     "scales": ("awq 32", lambda t: t.update({f"{MLP}.scales": torch.ones(1, 128)}), "has shape (1, 128), but"),
     "qzeros": ("awq 32", lambda t: t.update({f"{MLP}.qzeros": torch.zeros(2, 16).int()}), "has shape (2, 16), but"),
     "extra": ("awq 32", lambda t: t.update({f"{MLP}.g_idx": torch.zeros(1)}), f"tensor {MLP}.g_idx is not part of"),
