@@ -78,7 +78,7 @@ def test_the_checkpoint_is_complete_and_matches_the_recipe() -> None:
 def test_the_manifest_and_the_card_name_the_runs_that_the_weights_come_from() -> None:
     card, run = " ".join(CARD.split()), read_manifest(CHECKPOINT).training
     tokens = run["tokens"]
-    for recipe in ("tenth", "eighth", "seventh", "sixth", "mean", "fifth", "fourth", "third", "second", "base"):
+    for recipe in ("twelfth", "tenth", "eighth", "seventh", "sixth", "mean", "fifth", "fourth", "third", "second", "base"):
         config, run = load_train_config(CONFIGS / f"kvasir-{recipe}.toml"), run["started_from"]
         assert (run["name"], run["steps"], run["tokens"]) == (
             config.name,
