@@ -33,6 +33,8 @@ CARD = (CHECKPOINT / "MODEL_CARD.md").read_text()
 NOTICE = (ROOT / "NOTICE").read_text()
 README = (ROOT / "README.md").read_text()
 MB = 1_000_000
+# Runs before the last step, the latest first.
+RUNS = ("twelfth", "tenth", "eighth", "seventh", "sixth", "mean", "fifth", "fourth", "third", "second", "base")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ def test_the_checkpoint_is_complete_and_matches_the_recipe() -> None:
 def test_the_manifest_and_the_card_name_the_runs_that_the_weights_come_from() -> None:
     card, run = " ".join(CARD.split()), read_manifest(CHECKPOINT).training
     tokens = run["tokens"]
-    for recipe in ("twelfth", "tenth", "eighth", "seventh", "sixth", "mean", "fifth", "fourth", "third", "second", "base"):
+    for recipe in RUNS:
         config, run = load_train_config(CONFIGS / f"kvasir-{recipe}.toml"), run["started_from"]
         assert (run["name"], run["steps"], run["tokens"]) == (
             config.name,
