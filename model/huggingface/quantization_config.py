@@ -6,7 +6,7 @@ Legend: F outputs, I inputs of a matrix, G groups of inputs.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -189,30 +189,28 @@ def read_quantization(path: Path, value: object) -> StoredQuantization | None:
     return quantization
 
 
-def _read_gptq(reader: ConfigReader) -> StoredQuantization:
+def _read_gptq(reader: ConfigReader, origin: str = "GPTQ") -> StoredQuantization:
     group_size = _group_size(reader, ("group_size",))
     _check_bits(reader, ("bits",))
     shift = _agreed_choice(reader, ("checkpoint_format", "format"), {"gptq": 1, "gptq_v2": 0})
     has_order = reader.flag("desc_act", False) and group_size is not None
     encoding = GptqEncoding(group_size=group_size, zero_shift=shift, has_order=has_order)
     if has_order:
-        return StoredQuantization(encoding, "int8 in groups of 32, requantized from GPTQ's int4 with desc_act")
-    return StoredQuantization(encoding, f"{_groups_text(group_size)}, from GPTQ")
+        return StoredQuantization(encoding, f"int8 in groups of 32, requantized from {origin}'s int4 with desc_act")
+    return StoredQuantization(encoding, f"{_groups_text(group_size)}, from {origin}")
 
 
-def _read_awq(reader: ConfigReader) -> StoredQuantization:
+def _read_awq(reader: ConfigReader, origin: str = "AWQ") -> StoredQuantization:
     group_size = _group_size(reader, ("group_size", "q_group_size"))
     _check_bits(reader, ("bits", "w_bit"))
     _agreed_choice(reader, ("version", "format", "checkpoint_format"), {"gemm": None, "GEMM": None})
     if not reader.flag("zero_point", True):
         reader.reject("zero_point", False, "only AWQ with zero points is supported; use a checkpoint with them")
-    return StoredQuantization(AwqEncoding(group_size=group_size), f"{_groups_text(group_size)}, from AWQ")
+    return StoredQuantization(AwqEncoding(group_size=group_size), f"{_groups_text(group_size)}, from {origin}")
 
 
 def _read_auto_round(reader: ConfigReader) -> StoredQuantization:
-    quantization = reader.choice("packing_format", "", _AUTO_ROUND)(reader)
-    assert isinstance(quantization.encoding, GptqEncoding | AwqEncoding)
-    return replace(quantization, text=f"{_groups_text(quantization.encoding.group_size)}, from AutoRound")
+    return reader.choice("packing_format", "", _AUTO_ROUND)(reader, "AutoRound")
 
 
 def _read_fp8(reader: ConfigReader) -> StoredQuantization:
@@ -358,7 +356,7 @@ _METHODS: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "kvasir": _read_own,
 }
-_AUTO_ROUND: Mapping[str, Callable[[ConfigReader], StoredQuantization]] = {
+_AUTO_ROUND: Mapping[str, Callable[[ConfigReader, str], StoredQuantization]] = {
     "auto_round:auto_gptq": _read_gptq,
     "auto_round:auto_awq": _read_awq,
 }
