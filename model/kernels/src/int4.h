@@ -33,8 +33,8 @@ struct Int4 {
         constexpr int PASS = blocks_of_pass(NUM_ROWS, BLOCKS);
 #pragma GCC unroll 2
         for (int first = 0; first < STRIP_BLOCKS; first += PASS) {
-            sum_steps<NUM_ROWS, PASS>(strip_of<Int4>(matrix, output), first, steps_of<Int4>(matrix), x, stride, fetch,
-                                      results);
+            sum_steps<NUM_ROWS, PASS>(strip_of<Int4>(matrix, output), first, steps_of<Int4>(matrix), x, stride,
+                                      fetch_of_pass<Int4, NUM_ROWS, PASS>(fetch, first), results);
         }
     }
 

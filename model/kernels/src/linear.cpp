@@ -71,8 +71,8 @@ inline void emit_tile(const typename Kind::Sums (&sums)[ROWS][TILE_BLOCKS], cons
 }
 
 // Multiplies ROWS rows of inputs with the blocks of a panel: at once, or in passes of two or one if registers for all sums
-// are missing.
-template <typename Kind, int ROWS>
+// are missing. SHARES: each pass prefetches a part of the next weights, so that memory is read all the time.
+template <typename Kind, int ROWS, bool SHARES>
 inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, const typename Kind::Input* x,
                  int64_t stride, const float* scales, int64_t row, int64_t output, Prefetch prefetch, Emit emit,
                  const void* work) {
@@ -92,7 +92,10 @@ inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, cons
         for (int64_t group = 0; group < groups; ++group) {
             const int64_t at = group * STEP;
             // Prefetch into L2, which allows more outstanding reads than L1.
-            if (pass > 0) {
+            if (SHARES && (pass > 0 || prefetch.lines > 0)) {
+                const char* from = prefetch.from + group * PANEL_STEP + pass * 64;
+                for (int line = 0; line < BLOCKS; ++line) __builtin_prefetch(from + line * 64, 0, 2);
+            } else if (pass > 0) {
                 // The first pass has prefetched.
             } else if (prefetch.lines > 0) {
                 const char* from = prefetch.from + group * PANEL_STEP;
@@ -156,9 +159,17 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
             // Tiles of about the same size: a tile of one row takes as long as one of two.
             for (int64_t tile_index = 0, row = first, size; tile_index <= others; ++tile_index, row += size) {
                 size = (end - row) / (others + 1 - tile_index);
+                const Prefetch prefetch = next_prefetch();
                 with_rows<ROWS>(static_cast<int>(size), [&](auto count) {
-                    tile<Kind, decltype(count)::value>(weights_of<Kind>(matrix, output), matrix, inputs, stride, scales,
-                                                       row, output, next_prefetch(), emit, work);
+                    constexpr int SIZE = decltype(count)::value;
+                    constexpr bool HAS_PASSES = SIZE * TILE_BLOCKS > Kind::SUMS;
+                    const auto* weights = weights_of<Kind>(matrix, output);
+                    if (others == 0 || prefetch.lines == TILE_BLOCKS) {
+                        tile<Kind, SIZE, HAS_PASSES>(weights, matrix, inputs, stride, scales, row, output, prefetch, emit,
+                                                     work);
+                    } else {
+                        tile<Kind, SIZE, false>(weights, matrix, inputs, stride, scales, row, output, prefetch, emit, work);
+                    }
                 });
             }
         }

@@ -54,6 +54,16 @@ inline Lines lines_of(StripFetch fetch, const uint8_t* from, int64_t step, int64
             ROWS <= 2 ? 0 : Kind::BYTES / 64};
 }
 
+// Returns what one pass over a strip's steps prefetches of a tile's part; the pass multiplies BLOCKS blocks from block
+// `first` on. Memory is thus read in all passes: the second pass of the only tile prefetches the next strip.
+template <typename Kind, int ROWS, int BLOCKS>
+inline StripFetch fetch_of_pass(StripFetch fetch, int first) {
+    if (BLOCKS == STRIP_BLOCKS || ROWS <= 2) return fetch;
+    if (fetch.lines < 0) return first == 0 ? fetch : StripFetch{fetch.next, 0, Kind::BYTES / 64};
+    const int64_t begin = fetch.lines * first / STRIP_BLOCKS, end = fetch.lines * (first + BLOCKS) / STRIP_BLOCKS;
+    return {fetch.next, fetch.first + begin, end - begin};
+}
+
 // Returns the number of blocks that one pass over a strip's steps multiplies. `blocks`: those whose sums fit into registers
 // for any number of rows. With one or two rows a pass reads everything in the order of memory, which CPUs prefetch.
 constexpr int blocks_of_pass(int num_rows, int blocks) { return num_rows <= 2 ? STRIP_BLOCKS : blocks; }
