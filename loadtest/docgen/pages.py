@@ -39,6 +39,7 @@ NAMES: Final = (
     "models",
     "peers",
     "models_avx2",
+    "renewed_avx2",
     "latency",
 )
 _PLACEHOLDER = re.compile(
@@ -92,7 +93,9 @@ def performance_page(results: Mapping[str, Any]) -> str:
     service, frontend = results["service"], results["frontend"]["levels"]
     points = [point | {"limit": point["prompt_slowdown"] or "inf"} for point in results["latency"]["long"]["points"]]
     api = [process for process in service["processes"] if process["part"] == "api"]
-    avx2_pairs = [pair for row in results["models_avx2"]["cells"] for pair in compared_pairs(row)]
+    avx2_pairs = [
+        pair for row in _renewed(results["models_avx2"], results["renewed_avx2"]) for pair in compared_pairs(row)
+    ]
     defaults = (results["defaults"], results["default_gguf"])
     peer_facts = _peer_facts(results["models"], results["peers"], defaults, avx2_pairs)
     facts = {
@@ -158,6 +161,18 @@ def _peer_facts(
         "failures": [{"peer": name, "cells": count, "reason": error} for (name, error), count in failures.items()],
         "engines": _engines(peers["peers"] | models["peers"]),
     }
+
+
+def _renewed(older: Mapping[str, Any], newer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a comparison's cells (configurations), with undisturbed pairs of a newer one in place of the older."""
+    own = ("shape", "precision", "kind", "streams", "context_length")
+    cells: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in (*older["cells"], *newer["cells"]):
+        key = tuple(row[name] for name in own)
+        earlier = cells.get(key, {"peers": {}})["peers"]
+        kept = {name: figure for name, figure in row["peers"].items() if name not in earlier or is_sound(figure)}
+        cells[key] = row | {"peers": earlier | kept}
+    return list(cells.values())
 
 
 def _engines(peers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:

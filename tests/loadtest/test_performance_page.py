@@ -157,6 +157,7 @@ RESULTS: dict[str, Any] = {
 RESULTS["defaults"] = RESULTS["default_gguf"] = DEFAULTS
 RESULTS["models"] = PEERS | {"cells": [], "shapes": {}}
 RESULTS["models_avx2"] = RESULTS["models"] | {"command": "python -m loadtest.peers.bench_peers --shapes tiny"}
+RESULTS["renewed_avx2"] = RESULTS["models_avx2"] | {"cells": []}
 
 
 def test_every_figure_follows_the_command_that_measured_it() -> None:
@@ -209,6 +210,19 @@ def test_a_processor_with_avx2_has_a_table_of_all_peers() -> None:
     assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1000 | 800 | 1.25 (1.12–1.38) | 1.2 | yes |" in part
     assert "| S | bfloat16 | decoding | 4 | 128 | slow | 1000 | 100 | 10.00 (9.00–11.00) | 1.2 | yes |" in part
     assert "| S | bfloat16 | 16 | slow | 1000 | 500 | 2.00 (1.80–2.20) | 1.5 | yes | 20 / 30 | 20 / 30 | 1.00 |" in part
+
+
+def test_undisturbed_pairs_of_a_newer_comparison_replace_older_pairs() -> None:
+    older = [peer_cell("decode", streams, fast=800.0) for streams in (4, 16, 64)]
+    newer = [peer_cell("decode", 4, fast=500.0), peer_cell("decode", 16, late=500.0)]
+    newer[1]["peers"]["fast"] = newer[1]["peers"]["late"]  # disturbed
+    cells = {"models_avx2": older, "renewed_avx2": newer}
+    page = pages.performance_page(RESULTS | {name: RESULTS[name] | {"cells": rows} for name, rows in cells.items()})
+    part = page[page.index("## Comparison on a processor with AVX2 only") : page.index("## The engine, in-process")]
+    assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1000 | 500 |" in part
+    assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1000 | 800 |" not in part
+    assert "| S | bfloat16 | decoding | 16 | 128 | fast | 1000 | 800 |" in part
+    assert "| S | bfloat16 | decoding | 64 | 128 | fast | 1000 | 800 |" in part
 
 
 def test_servers_without_flags_are_compared() -> None:
