@@ -164,7 +164,7 @@ void multiply_as(const Matrix& matrix, const void* x, int64_t stride, const floa
                     constexpr int SIZE = decltype(count)::value;
                     constexpr bool HAS_PASSES = SIZE * TILE_BLOCKS > Kind::SUMS;
                     const auto* weights = weights_of<Kind>(matrix, output);
-                    if (others == 0 || prefetch.lines == TILE_BLOCKS) {
+                    if (HAS_PASSES && (others == 0 || prefetch.lines == TILE_BLOCKS)) {
                         tile<Kind, SIZE, HAS_PASSES>(weights, matrix, inputs, stride, scales, row, output, prefetch, emit,
                                                      work);
                     } else {
