@@ -45,8 +45,8 @@ inline const typename Kind::Weight* weights_of(const Matrix& matrix, int64_t out
 }
 
 // Prefetch plan of a tile. from: the weights that this thread will probably read next. lines: number of lines of 64
-// bytes of `from` that the tile prefetches for each group of inputs; 0: the tile prefetches its own weights, and near
-// its end the first of `from`.
+// bytes of `from` that the tile prefetches for each group of inputs; 0: the first pass of the tile prefetches the tile's
+// own weights, and near its end the first of `from`.
 struct Prefetch {
     const char* from;
     int lines;
@@ -71,7 +71,7 @@ inline void emit_tile(const typename Kind::Sums (&sums)[ROWS][TILE_BLOCKS], cons
 }
 
 // Multiplies ROWS rows of inputs with the blocks of a panel: at once, or in passes of two or one if registers for all sums
-// are missing. SHARES: each pass prefetches a part of the next weights, so that memory is read all the time.
+// are missing. SHARES: each pass prefetches the next weights of its blocks, so that memory is read in all passes.
 template <typename Kind, int ROWS, bool SHARES>
 inline void tile(const typename Kind::Weight* weight, const Matrix& matrix, const typename Kind::Input* x,
                  int64_t stride, const float* scales, int64_t row, int64_t output, Prefetch prefetch, Emit emit,
