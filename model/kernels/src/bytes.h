@@ -56,7 +56,8 @@ inline Register move_sign(Register x, Register from) { return _mm256_sign_epi8(x
 #endif
 
 // 64 bytes: four numbers of 8 bits, two of 16 bits or one of 32 bits of each of LANES outputs. `each` returns work(x),
-// register by register. load_widened: reads two int8 numbers of each output. Compilers do not keep structures of Registers, which may alias any memory, in registers.
+// register by register. `widened` converts two int8 numbers of each output to 16 bits. Compilers do not keep structures of
+// Registers, which may alias any memory, in registers.
 #if defined(__AVX512F__)
 struct Bytes {
     Words v;
@@ -64,9 +65,7 @@ struct Bytes {
 template <typename Work, typename... Same>
 inline Bytes each(const Work& work, Same... x) { return {(Words)work((Register)x.v...)}; }
 inline Bytes load_bytes(const void* from) { return {(Words)_mm512_loadu_si512(from)}; }
-inline Bytes load_widened(const void* from) {
-    return {(Words)_mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)))};
-}
+inline Bytes widened(__m128i low, __m128i high) { return {(Words)_mm512_cvtepi8_epi16(_mm256_set_m128i(high, low))}; }
 inline Lanes to_floats(Bytes x) { return {_mm512_cvtepi32_ps((Register)x.v)}; }
 #else
 struct Bytes {
@@ -80,13 +79,23 @@ inline Bytes load_bytes(const void* from) {
     const auto* halves = static_cast<const Register*>(from);
     return {(Words)_mm256_loadu_si256(halves), (Words)_mm256_loadu_si256(halves + 1)};
 }
-inline Bytes load_widened(const void* from) {
-    const auto* halves = static_cast<const __m128i*>(from);
-    return {(Words)_mm256_cvtepi8_epi16(_mm_loadu_si128(halves)),
-            (Words)_mm256_cvtepi8_epi16(_mm_loadu_si128(halves + 1))};
+inline Bytes widened(__m128i low, __m128i high) {
+    return {(Words)_mm256_cvtepi8_epi16(low), (Words)_mm256_cvtepi8_epi16(high)};
 }
 inline Lanes to_floats(Bytes x) { return {_mm256_cvtepi32_ps((Register)x.low), _mm256_cvtepi32_ps((Register)x.high)}; }
 #endif
+
+// Reads two int8 numbers of each output.
+inline Bytes load_widened(const void* from) {
+    const auto* halves = static_cast<const __m128i*>(from);
+    return widened(_mm_loadu_si128(halves), _mm_loadu_si128(halves + 1));
+}
+
+// Reads an int8 number of each output, for both numbers of 16 bits.
+inline Bytes load_twice(const void* from) {
+    const __m128i x = _mm_loadu_si128(static_cast<const __m128i*>(from));
+    return widened(_mm_unpacklo_epi8(x, x), _mm_unpackhi_epi8(x, x));
+}
 
 inline int32_t load_word(const void* from) {
     int32_t word;
@@ -117,8 +126,8 @@ inline Register kept(Register x) {
     return x;
 }
 
-// Adds the products of four codes of each output, from 0 to 15, and four signed inputs, the same for all outputs.
-// Without VNNI, every output has two sums of 16 bits, with room for 32 inputs.
+// Adds the products of four codes of each output, from 0 to 63, and four signed inputs, not -128, the same for all
+// outputs. Without VNNI, every output has two sums of 16 bits: the last one must fit, those before it may wrap.
 inline Bytes dot_codes(Bytes sums, Bytes codes, Register inputs) {
 #if defined(__AVX512VNNI__)
     return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, x, inputs); }, sums, codes);
@@ -127,30 +136,17 @@ inline Bytes dot_codes(Bytes sums, Bytes codes, Register inputs) {
 #endif
 }
 
-// As `dot_codes`, for codes from 0 to 63. Without VNNI, for eight codes, and inputs that are not -128: four products fit in
-// 16 bits. Every output has one sum of 32 bits.
-constexpr int WIDE_FOURS = HAS_BYTE_DOT ? 1 : 2;
-inline Bytes dot_wide_codes(Bytes sums, const Bytes (&codes)[WIDE_FOURS], const Register (&inputs)[WIDE_FOURS]) {
-#if defined(__AVX512VNNI__)
-    return dot_codes(sums, codes[0], inputs[0]);
-#else
-    const auto multiply = [&](Register x, Register next) {
-        return kept(add_halves(multiply_bytes(x, inputs[0]), multiply_bytes(next, inputs[1])));
-    };
-    return add_pairs(sums, each(multiply, codes[0], codes[1]), repeated(0x00010001));
-#endif
-}
+// Inputs of int8 matrices: with 128 added for VNNI, which multiplies unsigned by signed bytes.
+using Int8Input = std::conditional_t<HAS_BYTE_DOT, uint8_t, int8_t>;
 
-// Adds the products of four weights of each output, with 128 added, and four signed inputs, the same for all outputs.
-// Without VNNI, 128 is subtracted from the weights.
-inline Bytes dot_shifted(Bytes sums, Bytes weights, Register inputs) {
+// Adds the products of four inputs, the same for all outputs, and four signed weights of each output.
+inline Bytes dot(Bytes sums, Bytes weights, Register inputs) {
 #if defined(__AVX512VNNI__)
-    return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, x, inputs); }, sums, weights);
+    return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, inputs, x); }, sums, weights);
 #else
     return each(
         [&](Register sum, Register x) {
             // Move the sign of the weights to the inputs: pairs of products then fit in 16 bits.
-            x = bitwise_xor(x, repeat_word(static_cast<int32_t>(0x80808080)));
             const Register pairs = multiply_bytes(absolute_bytes(x), move_sign(inputs, x));
             return kept(add_words(sum, multiply_pairs(pairs, repeat_word(0x00010001))));
         },
@@ -158,20 +154,13 @@ inline Bytes dot_shifted(Bytes sums, Bytes weights, Register inputs) {
 #endif
 }
 
-// Adds the products of four unsigned inputs, the same for all outputs, and four signed weights of each output.
-inline Bytes dot(Bytes sums, Bytes weights, Register inputs) {
+// Adds the products of four signed inputs, the same for all outputs, and four weights of each output, with 128 added.
+inline Bytes dot_shifted(Bytes sums, Bytes weights, Register inputs) {
 #if defined(__AVX512VNNI__)
-    return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, inputs, x); }, sums, weights);
+    return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, x, inputs); }, sums, weights);
 #else
-    const Register low_byte = repeat_word(0x00ff00ff);
-    const Register even_inputs = bitwise_and(inputs, low_byte);
-    const Register odd_inputs = bitwise_and(shift_right<8>(inputs), low_byte);
-    return each(
-        [&](Register sum, Register x) {
-            const Register even = multiply_pairs(shift_right<8>(shift_left<8>(x)), even_inputs);
-            return add_words(sum, add_words(even, multiply_pairs(shift_right<8>(x), odd_inputs)));
-        },
-        sums, weights);
+    const auto subtract = [](Register x) { return bitwise_xor(x, repeat_word(static_cast<int32_t>(0x80808080))); };
+    return dot(sums, each(subtract, weights), inputs);
 #endif
 }
 

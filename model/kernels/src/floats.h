@@ -7,7 +7,7 @@
 namespace kvasir {
 
 // Each matrix type stores GROUP adjacent inputs of an output and multiplies a group in PARTS passes. SUMS: most blocks of
-// sums of a tile; with AVX2, widened weights leave registers for five.
+// sums of a tile.
 struct Float32 {
     using Weight = float;
     using Input = float;
@@ -41,7 +41,7 @@ struct Bfloat16 {
     using Input = Bfloat16Input;
     using Sums = Lanes;
     using Spread = Lanes;
-    static constexpr int GROUP = 2, PARTS = 2, SUMS = TILE_SUMS == 6 ? 5 : TILE_SUMS;
+    static constexpr int GROUP = 2, PARTS = 2, SUMS = FEWER_SUMS;
     static Sums zero() { return zeros(); }
     static Lanes weights(const Weight* from, int part) { return load_of_pairs(from, part == 1); }
     static Spread spread(const Input* from, int part) { return splat(from[part]); }

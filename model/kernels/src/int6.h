@@ -55,44 +55,20 @@ private:
         return each(join, load_bytes(codes), load_bytes(codes + 64), load_bytes(codes + 128));
     }
 
-    // Adds the products of a group to the sums from `block` on, for BLOCKS blocks of a strip from block `first` on.
-    template <int NUM_ROWS, int PASS>
-    static void add_group(const uint8_t* from, int64_t group, int first, int block, const InputBlock* x, int64_t stride,
-                          Lanes (&sums)[NUM_ROWS][PASS]) {
-        const auto* factors = reinterpret_cast<const half*>(from) + first * LANES;
-        const uint8_t* blocks = from + codes(group) + first * BLOCK;
-        const auto* scales = reinterpret_cast<const int8_t*>(from + multipliers(group)) + first * LANES;
-        Bytes counts[NUM_ROWS][BLOCKS];
-#pragma GCC unroll 8
-        for (int r = 0; r < NUM_ROWS; ++r) {
-            const int32_t start = x[r * stride].starts[group];
+    // Adds the products of a group's codes and inputs to `counts`, for BLOCKS blocks whose codes begin at `from`.
+    template <int NUM_ROWS>
+    static void add_group(const uint8_t* from, int64_t group, const InputBlock* x, int64_t stride,
+                          Bytes (&counts)[NUM_ROWS][BLOCKS]) {
+#pragma GCC unroll 4
+        for (int four = 0; four < FOURS; ++four) {
+            Bytes weights[BLOCKS];
 #pragma GCC unroll 2
-            for (int b = 0; b < BLOCKS; ++b) counts[r][b] = repeated(start);
-        }
-#pragma GCC unroll 4
-        for (int four = 0; four < FOURS; four += WIDE_FOURS) {
-            Bytes weights[BLOCKS][WIDE_FOURS];
-#pragma GCC unroll 4
-            for (int i = 0; i < BLOCKS * WIDE_FOURS; ++i) {
-                const int b = i / WIDE_FOURS, next = i % WIDE_FOURS;
-                weights[b][next] = unpacked(blocks + b * BLOCK, four + next);
-            }
+            for (int b = 0; b < BLOCKS; ++b) weights[b] = unpacked(from + b * BLOCK, four);
 #pragma GCC unroll 8
             for (int r = 0; r < NUM_ROWS; ++r) {
-                const int8_t* inputs_at = x[r * stride].codes + (group * FOURS + four) * 4;
-                Register inputs[WIDE_FOURS];
+                const Register inputs = repeat_word(load_word(x[r * stride].codes + (group * FOURS + four) * 4));
 #pragma GCC unroll 2
-                for (int next = 0; next < WIDE_FOURS; ++next) inputs[next] = repeat_word(load_word(inputs_at + next * 4));
-#pragma GCC unroll 2
-                for (int b = 0; b < BLOCKS; ++b) counts[r][b] = dot_wide_codes(counts[r][b], weights[b], inputs);
-            }
-        }
-#pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; ++b) {
-            const Lanes scale = mul(load(scales + b * LANES), load(factors + b * LANES));
-#pragma GCC unroll 8
-            for (int r = 0; r < NUM_ROWS; ++r) {
-                sums[r][block + b] = fma(to_floats(counts[r][b]), scale, sums[r][block + b]);
+                for (int b = 0; b < BLOCKS; ++b) counts[r][b] = dot_codes(counts[r][b], weights[b], inputs);
             }
         }
     }
@@ -109,11 +85,51 @@ private:
         }
         for (int64_t step = 0; step < steps; ++step, from += BYTES, ++x) {
             const Lines lines = lines_of<Int6, NUM_ROWS>(fetch, from, step, steps);
+            const auto* factors = reinterpret_cast<const half*>(from) + first * LANES;
+            // Without VNNI: sums of the step in integers, since a sum of 16 bits times a multiplier is one instruction.
+            Bytes totals[NUM_ROWS][PASS];
+#pragma GCC unroll 8
+            for (int r = 0; r < NUM_ROWS; ++r) {
+#pragma GCC unroll 2
+                for (int b = 0; b < PASS; ++b) totals[r][b] = Bytes();
+            }
             for (int64_t group = 0; group < GROUPS; ++group) {
                 lines.prefetch(group, GROUPS);
+                const auto* scales = reinterpret_cast<const int8_t*>(from + multipliers(group)) + first * LANES;
 #pragma GCC unroll 2
                 for (int block = 0; block < PASS; block += BLOCKS) {
-                    add_group<NUM_ROWS, PASS>(from, group, first + block, block, x, stride, sums);
+                    Bytes counts[NUM_ROWS][BLOCKS];
+#pragma GCC unroll 8
+                    for (int r = 0; r < NUM_ROWS; ++r) {
+#pragma GCC unroll 2
+                        for (int b = 0; b < BLOCKS; ++b) counts[r][b] = repeated(x[r * stride].starts[group]);
+                    }
+                    add_group<NUM_ROWS>(from + codes(group) + (first + block) * BLOCK, group, x, stride, counts);
+#pragma GCC unroll 2
+                    for (int b = 0; b < BLOCKS; ++b) {
+                        const int64_t at = (block + b) * LANES;
+                        if constexpr (HAS_BYTE_DOT) {
+                            const Lanes scale = mul(load(scales + at), load(factors + at));
+#pragma GCC unroll 8
+                            for (int r = 0; r < NUM_ROWS; ++r) {
+                                sums[r][block + b] = fma(to_floats(counts[r][b]), scale, sums[r][block + b]);
+                            }
+                        } else {
+                            const Bytes scale = load_twice(scales + at);
+#pragma GCC unroll 8
+                            for (int r = 0; r < NUM_ROWS; ++r) {
+                                totals[r][block + b] = add_pairs(totals[r][block + b], counts[r][b], scale);
+                            }
+                        }
+                    }
+                }
+            }
+            if constexpr (!HAS_BYTE_DOT) {
+#pragma GCC unroll 2
+                for (int b = 0; b < PASS; ++b) {
+                    const Lanes factor = load(factors + b * LANES);
+#pragma GCC unroll 8
+                    for (int r = 0; r < NUM_ROWS; ++r) sums[r][b] = fma(to_floats(totals[r][b]), factor, sums[r][b]);
                 }
             }
             if constexpr (HAS_OFFSETS) {

@@ -108,7 +108,7 @@ struct Matrix {
     const void* weight;
     const float* bias;     // for every padded output, or null
     const float* scale;    // of every padded output of a quantized matrix
-    const int32_t* shift;  // int8: 128 times the sum of an output's weights, because inputs have 128 added
+    const int32_t* shift;  // int8: 128 times the sum of an output's weights, because inputs for VNNI have 128 added
     int64_t inputs;
     int64_t outputs;  // padded
     Numbers numbers;
@@ -124,11 +124,12 @@ using Bfloat16Input = float;
 constexpr int64_t PANEL = 64;      // outputs that one task computes
 constexpr int64_t TASK_ROWS = 96;  // largest number of rows that one task computes
 constexpr int TILE_ROWS = 6, TILE_BLOCKS = PANEL / LANES;
-// Blocks of sums that stay in registers: 24 of 32 registers, or 12 of 16, where a block takes two.
+// Blocks of sums that stay in registers: 24 of 32 registers, or 12 of 16, where a block takes two. FEWER_SUMS: if weights
+// are converted in further registers.
 #if defined(__AVX512F__)
-constexpr int TILE_SUMS = 24;
+constexpr int TILE_SUMS = 24, FEWER_SUMS = 24;
 #else
-constexpr int TILE_SUMS = 6;
+constexpr int TILE_SUMS = 6, FEWER_SUMS = 5;
 #endif
 
 // Returns how many panels a task of one tile reads in sequence: up to 512 KiB, if that leaves eight tasks or more to each

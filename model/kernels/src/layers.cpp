@@ -56,7 +56,7 @@ struct Rows {
     float* added;     // as x: output of attention or MLP, if it is normed before the sum or both read the same x
     void* qkv;        // queries, keys and values, rows of qkv.outputs
     void* wide;       // inputs of a matrix, then the hidden values of the MLP
-    void* narrow;     // inputs of a quantized matrix: bytes, or `Input` of a matrix in strips
+    void* narrow;     // inputs of a quantized matrix: Int8Input, or `Input` of a matrix in strips
     float* scales;    // scale of each row of an int8 input
     float* layer_inputs;           // inputs of all layers, rows of projection.outputs
     const float *cosines, *sines;  // for every position, num_angles numbers
@@ -242,7 +242,7 @@ class Step {
     template <typename From>
     void convert_row(const Matrix& matrix, const From* from, int64_t size, int64_t row, int64_t to_stride) const {
         if (matrix.numbers == Numbers::int8) {
-            rows.scales[row] = quantize(from, size, static_cast<uint8_t*>(rows.narrow) + row * to_stride);
+            rows.scales[row] = quantize(from, size, static_cast<Int8Input*>(rows.narrow) + row * to_stride);
         } else if (is_quantized(matrix)) {
             static thread_local int8_t codes[MAX_WIDTH];
             rows.scales[row] = quantize(from, size, codes);

@@ -12,15 +12,17 @@ constexpr int64_t FETCH_AHEAD = 24;  // prefetch distance, in groups of inputs: 
 // Kind of int8 matrices; see floats.h.
 struct Int8 {
     using Weight = int8_t;
-    using Input = uint8_t;
+    using Input = Int8Input;
     using Sums = Bytes;
     using Spread = Register;
-    static constexpr int GROUP = 4, PARTS = 1, SUMS = TILE_SUMS;
+    static constexpr int GROUP = 4, PARTS = 1, SUMS = FEWER_SUMS;
     static Sums zero() { return Sums(); }
     static Bytes weights(const Weight* from, int) { return load_bytes(from); }
     static Spread spread(const Input* from, int) { return repeat_word(load_word(from)); }
     static Sums step(Sums sums, Bytes weights, Spread inputs) { return dot(sums, weights, inputs); }
-    static Bytes shifted(Sums sums, const int32_t* shift) { return each(subtract_words, sums, load_bytes(shift)); }
+    static Bytes shifted(Sums sums, const int32_t* shift) {
+        return HAS_BYTE_DOT ? each(subtract_words, sums, load_bytes(shift)) : sums;
+    }
 };
 
 // Converts sums to results: applies the scales (int8 only) and the bias.

@@ -135,8 +135,15 @@ inline void split(const int8_t* codes, int64_t size, InputPair* out) {
     }
 }
 
-// Quantized inputs of a block of 256. starts: sums of the products of -32, which is added to codes of 6 bits, and the
-// inputs of a group of 16. sums: of 32 inputs.
+// Returns the sums that `dot_codes` begins with if `added` is added to its codes: the inputs' products with -added.
+inline int32_t start_of(const int8_t* codes, int64_t count, int32_t added) {
+    int32_t sums[2] = {0, 0};
+    for (int64_t at = 0; at < count; ++at) sums[at / 2 % 2] -= added * codes[at];
+    return HAS_BYTE_DOT ? sums[0] + sums[1] : sums[1] * (1 << 16) + (sums[0] & 0xffff);
+}
+
+// Quantized inputs of a block of 256. starts: `start_of` groups of 16, with codes of 6 bits that have 32 added. sums: of 32
+// inputs.
 struct InputBlock {
     static constexpr int64_t INPUTS = 256, GROUPS = 16;
     int8_t codes[INPUTS];
@@ -150,9 +157,8 @@ inline void split(const int8_t* codes, int64_t size, InputBlock* out) {
     for (const int8_t* end = codes + size; codes < end; ++out) {
         std::memcpy(out->codes, codes, InputBlock::INPUTS);
         for (int64_t group = 0; group < InputBlock::GROUPS; ++group, codes += 16) {
-            const int32_t sum = sum_of(codes, 16);
-            out->starts[group] = -32 * sum;
-            if (group % 2 == 1) out->sums[group / 2] = static_cast<float>(sum - out->starts[group - 1] / 32);
+            out->starts[group] = start_of(codes, 16, 32);
+            if (group % 2 == 0) out->sums[group / 2] = static_cast<float>(sum_of(codes, GROUP_SIZE));
         }
     }
 }
