@@ -52,17 +52,21 @@ class CpuLevel:
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-_AVX512BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+_AVX512VNNI = (*_AVX512, "-mavx512vnni")
+_AVX512BF16 = (*_AVX512VNNI, "-mavx512bf16")
 _AVX2_NEEDS = frozenset({"avx2", "fma", "f16c"})
 _AVX512_NEEDS = _AVX2_NEEDS | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-_AVX512BF16_NEEDS = _AVX512_NEEDS | {"avx512_bf16", "avx512_vnni"}
+_AVX512VNNI_NEEDS = _AVX512_NEEDS | {"avx512_vnni"}
+_AVX512BF16_NEEDS = _AVX512VNNI_NEEDS | {"avx512_bf16"}
 
 # Best first. The dot product of bfloat16 pairs has twice the throughput of a float multiply-add on AMD's Zen 4, but
 # half on Intel's Emerald Rapids. CPUs of other vendors than AMD therefore widen bfloat16 matrices to float32.
 LEVELS = (
     CpuLevel("avx512bf16", _AVX512BF16_NEEDS, (*_AVX512BF16, "-DKVASIR_BF16_DOT"), vendor="AuthenticAMD"),
     CpuLevel("avx512bf16fma", _AVX512BF16_NEEDS, _AVX512BF16),
+    CpuLevel("avx512vnni", _AVX512VNNI_NEEDS, _AVX512VNNI),
     CpuLevel("avx512", _AVX512_NEEDS, _AVX512),
+    CpuLevel("avx2vnni", _AVX2_NEEDS | {"avx_vnni"}, (*_AVX2, "-mavxvnni")),
     CpuLevel("avx2", _AVX2_NEEDS, _AVX2),
 )
 

@@ -5,12 +5,6 @@
 
 namespace kvasir {
 
-#if defined(__AVX512VNNI__)
-constexpr bool HAS_BYTE_DOT = true;
-#else
-constexpr bool HAS_BYTE_DOT = false;
-#endif
-
 #if defined(__AVX512F__)
 using Register = __m512i;
 using Words = __v16si;
@@ -53,6 +47,31 @@ inline Register multiply_pairs(Register x, Register y) { return _mm256_madd_epi1
 inline Register multiply_bytes(Register x, Register y) { return _mm256_maddubs_epi16(x, y); }
 inline Register absolute_bytes(Register x) { return _mm256_abs_epi8(x); }
 inline Register move_sign(Register x, Register from) { return _mm256_sign_epi8(x, from); }
+#endif
+
+// Keeps compilers from delaying the addition of x. Without it GCC first computes all products of a group, which do not fit
+// in the 16 registers of AVX2.
+inline Register kept(Register x) {
+#if !defined(__AVX512F__)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
+// add_bytes: adds the products of unsigned bytes x and signed bytes y, four to each sum of 32 bits with VNNI, else two to
+// each sum of 16 bits, which is faster without it. add_pairs: adds the products of two numbers of 16 bits to sums of 32.
+#if defined(__AVX512VNNI__)
+constexpr bool HAS_BYTE_DOT = true;
+inline Register add_bytes(Register sum, Register x, Register y) { return _mm512_dpbusd_epi32(sum, x, y); }
+inline Register add_pairs(Register sum, Register x, Register y) { return _mm512_dpwssd_epi32(sum, x, y); }
+#elif defined(__AVXVNNI__)
+constexpr bool HAS_BYTE_DOT = true;
+inline Register add_bytes(Register sum, Register x, Register y) { return _mm256_dpbusd_avx_epi32(sum, x, y); }
+inline Register add_pairs(Register sum, Register x, Register y) { return _mm256_dpwssd_avx_epi32(sum, x, y); }
+#else
+constexpr bool HAS_BYTE_DOT = false;
+inline Register add_bytes(Register sum, Register x, Register y) { return kept(add_halves(sum, multiply_bytes(x, y))); }
+inline Register add_pairs(Register sum, Register x, Register y) { return add_words(sum, multiply_pairs(x, y)); }
 #endif
 
 // 64 bytes: four numbers of 8 bits, two of 16 bits or one of 32 bits of each of LANES outputs. `each` returns work(x),
@@ -110,30 +129,13 @@ inline Bytes repeated(int32_t word) {
 
 // Adds the products of two numbers of 16 bits of each output.
 inline Bytes add_pairs(Bytes sums, Bytes x, Bytes y) {
-#if defined(__AVX512VNNI__)
-    return each([](Register sum, Register x, Register y) { return _mm512_dpwssd_epi32(sum, x, y); }, sums, x, y);
-#else
-    return each([](Register sum, Register x, Register y) { return add_words(sum, multiply_pairs(x, y)); }, sums, x, y);
-#endif
-}
-
-// Keeps compilers from delaying the addition of x. Without it GCC first computes all products of a group, which do not fit
-// in the 16 registers of AVX2.
-inline Register kept(Register x) {
-#if !defined(__AVX512F__)
-    asm("" : "+x"(x));
-#endif
-    return x;
+    return each([](Register sum, Register x, Register y) { return add_pairs(sum, x, y); }, sums, x, y);
 }
 
 // Adds the products of four codes of each output, from 0 to 63, and four signed inputs, not -128, the same for all
 // outputs. Without VNNI, every output has two sums of 16 bits: the last one must fit, those before it may wrap.
 inline Bytes dot_codes(Bytes sums, Bytes codes, Register inputs) {
-#if defined(__AVX512VNNI__)
-    return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, x, inputs); }, sums, codes);
-#else
-    return each([&](Register sum, Register x) { return kept(add_halves(sum, multiply_bytes(x, inputs))); }, sums, codes);
-#endif
+    return each([&](Register sum, Register x) { return add_bytes(sum, x, inputs); }, sums, codes);
 }
 
 // Inputs of int8 matrices: with 128 added for VNNI, which multiplies unsigned by signed bytes.
@@ -141,27 +143,20 @@ using Int8Input = std::conditional_t<HAS_BYTE_DOT, uint8_t, int8_t>;
 
 // Adds the products of four inputs, the same for all outputs, and four signed weights of each output.
 inline Bytes dot(Bytes sums, Bytes weights, Register inputs) {
-#if defined(__AVX512VNNI__)
-    return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, inputs, x); }, sums, weights);
-#else
     return each(
         [&](Register sum, Register x) {
+            if (HAS_BYTE_DOT) return add_bytes(sum, inputs, x);
             // Move the sign of the weights to the inputs: pairs of products then fit in 16 bits.
             const Register pairs = multiply_bytes(absolute_bytes(x), move_sign(inputs, x));
             return kept(add_words(sum, multiply_pairs(pairs, repeat_word(0x00010001))));
         },
         sums, weights);
-#endif
 }
 
 // Adds the products of four signed inputs, the same for all outputs, and four weights of each output, with 128 added.
 inline Bytes dot_shifted(Bytes sums, Bytes weights, Register inputs) {
-#if defined(__AVX512VNNI__)
-    return each([&](Register sum, Register x) { return _mm512_dpbusd_epi32(sum, x, inputs); }, sums, weights);
-#else
     const auto subtract = [](Register x) { return bitwise_xor(x, repeat_word(static_cast<int32_t>(0x80808080))); };
-    return dot(sums, each(subtract, weights), inputs);
-#endif
+    return HAS_BYTE_DOT ? dot_codes(sums, weights, inputs) : dot(sums, each(subtract, weights), inputs);
 }
 
 }  // namespace kvasir

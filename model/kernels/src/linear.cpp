@@ -15,7 +15,7 @@ struct Int8 {
     using Input = Int8Input;
     using Sums = Bytes;
     using Spread = Register;
-    static constexpr int GROUP = 4, PARTS = 1, SUMS = FEWER_SUMS;
+    static constexpr int GROUP = 4, PARTS = 1, SUMS = HAS_BYTE_DOT ? TILE_SUMS : FEWER_SUMS;
     static Sums zero() { return Sums(); }
     static Bytes weights(const Weight* from, int) { return load_bytes(from); }
     static Spread spread(const Input* from, int) { return repeat_word(load_word(from)); }

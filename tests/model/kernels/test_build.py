@@ -156,6 +156,10 @@ def test_levels_are_chosen_by_the_features_in_cpuinfo(tmp_path: Path, monkeypatc
     assert [level.name for level in levels_here()] == [], "a system that does not say"
     cpuinfo.write_text("processor : 0\nflags\t\t: sse2 avx2 fma f16c\n\nprocessor : 1\n")
     assert [level.name for level in levels_here()] == ["avx2"]
+    cpuinfo.write_text("flags\t\t: avx2 fma f16c avx_vnni\n")
+    assert [level.name for level in levels_here()] == ["avx2vnni", "avx2"], "Alder Lake"
+    cpuinfo.write_text("flags\t\t: avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512_vnni\n")
+    assert [level.name for level in levels_here()] == ["avx512vnni", "avx512", "avx2"], "Ice Lake"
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert [level.name for level in levels_here()] == []
 
