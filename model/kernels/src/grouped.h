@@ -29,7 +29,7 @@ struct Grouped {
 #pragma GCC unroll 2
         for (int first = 0; first < STRIP_BLOCKS; first += BLOCKS) {
             sum_groups<NUM_ROWS>(strip_of<Grouped>(matrix, output), first, steps_of<Grouped>(matrix), x, stride,
-                                 fetch_of_pass<Grouped, NUM_ROWS, BLOCKS>(fetch, first), results);
+                                 fetch_of_pass<Grouped, BLOCKS>(fetch, first), results);
         }
     }
 

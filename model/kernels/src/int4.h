@@ -34,7 +34,7 @@ struct Int4 {
 #pragma GCC unroll 2
         for (int first = 0; first < STRIP_BLOCKS; first += PASS) {
             sum_steps<NUM_ROWS, PASS>(strip_of<Int4>(matrix, output), first, steps_of<Int4>(matrix), x, stride,
-                                      fetch_of_pass<Int4, NUM_ROWS, PASS>(fetch, first), results);
+                                      fetch_of_pass<Int4, PASS>(fetch, first), results);
         }
     }
 

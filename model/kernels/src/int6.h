@@ -39,7 +39,7 @@ struct Int6 {
 #pragma GCC unroll 2
         for (int first = 0; first < STRIP_BLOCKS; first += PASS) {
             sum_steps<NUM_ROWS, PASS>(strip_of<Int6>(matrix, output), first, steps_of<Int6>(matrix), x, stride,
-                                      fetch_of_pass<Int6, NUM_ROWS, PASS>(fetch, first), results);
+                                      fetch_of_pass<Int6, PASS>(fetch, first), results);
         }
     }
 
