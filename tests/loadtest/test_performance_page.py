@@ -157,7 +157,8 @@ RESULTS: dict[str, Any] = {
 RESULTS["defaults"] = RESULTS["default_gguf"] = DEFAULTS
 RESULTS["models"] = PEERS | {"cells": [], "shapes": {}}
 RESULTS["models_avx2"] = RESULTS["models"] | {"command": "python -m loadtest.peers.bench_peers --shapes tiny"}
-RESULTS["renewed_avx2"] = RESULTS["models_avx2"] | {"cells": []}
+for name in ("renewed_avx2", "quantized_avx2", "prompts_avx2"):
+    RESULTS[name] = RESULTS["models_avx2"] | {"cells": []}
 
 
 def test_every_figure_follows_the_command_that_measured_it() -> None:
@@ -216,7 +217,7 @@ def test_undisturbed_pairs_of_a_newer_comparison_replace_older_pairs() -> None:
     older = [peer_cell("decode", streams, fast=800.0) for streams in (4, 16, 64)]
     newer = [peer_cell("decode", 4, fast=500.0), peer_cell("decode", 16, late=500.0)]
     newer[1]["peers"]["fast"] = newer[1]["peers"]["late"]  # disturbed
-    cells = {"models_avx2": older, "renewed_avx2": newer}
+    cells = {"models_avx2": older, "quantized_avx2": newer}
     page = pages.performance_page(RESULTS | {name: RESULTS[name] | {"cells": rows} for name, rows in cells.items()})
     part = page[page.index("## Comparison on a processor with AVX2 only") : page.index("## The engine, in-process")]
     assert "| S | bfloat16 | decoding | 4 | 128 | fast | 1000 | 500 |" in part
@@ -277,6 +278,16 @@ def test_an_unavailable_peer_is_listed_with_the_reason() -> None:
 def test_aims_by_kind_precision_and_streams(kind: str, precision: str, streams: int, aim: float | None) -> None:
     (pair,) = pages.compared_pairs(peer_cell(kind, streams, slow=500.0) | {"precision": precision})
     assert pair["aim"] == ("" if aim is None else f"{aim:.1f}")
+
+
+@pytest.mark.parametrize(("kind", "streams", "aim"), [("decode", 16, "3.5"), ("prompt", 1, "3.0")])
+def test_in_4_bits_each_peer_has_an_aim_of_its_own(kind: str, streams: int, aim: str) -> None:
+    rates = {"llama.cpp": 500.0, "fast": 800.0, "late": 500.0}
+    pairs = pages.compared_pairs(peer_cell(kind, streams, **rates) | {"precision": "q4_k_m"})
+    assert [(pair["peer"], pair["aim"], pair["reached"]) for pair in pairs] == [
+        ("llama.cpp", aim, "**no**"),
+        ("fast", "1.1", "yes"),
+    ]
 
 
 def goals(results: dict[str, Any], kind: str) -> dict[str, tuple[str, bool]]:
