@@ -30,7 +30,8 @@ from loadtest.peers.engines import DEFAULTS
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 RESULTS = DOCS / "results"
-_NEWER_AVX2 = ("renewed_avx2", "quantized_avx2", "prompts_avx2")  # comparisons of parts of models_avx2, oldest first
+# Comparisons of parts of models_avx2, oldest first.
+_NEWER_AVX2 = ("renewed_avx2", "quantized_avx2", "prompts_avx2", "one_stream_avx2")
 NAMES: Final = (
     "engine",
     "service",

@@ -157,7 +157,7 @@ RESULTS: dict[str, Any] = {
 RESULTS["defaults"] = RESULTS["default_gguf"] = DEFAULTS
 RESULTS["models"] = PEERS | {"cells": [], "shapes": {}}
 RESULTS["models_avx2"] = RESULTS["models"] | {"command": "python -m loadtest.peers.bench_peers --shapes tiny"}
-for name in ("renewed_avx2", "quantized_avx2", "prompts_avx2"):
+for name in ("renewed_avx2", "quantized_avx2", "prompts_avx2", "one_stream_avx2"):
     RESULTS[name] = RESULTS["models_avx2"] | {"cells": []}
 
 
