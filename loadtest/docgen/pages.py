@@ -52,8 +52,8 @@ _PLACEHOLDER = re.compile(
 
 _STREAMS = (16, 64)  # numbers of streams with a target
 _TTFT_RATIO = 0.5  # wanted TTFT p99 of Kvasir relative to another server's
-# Wanted speed of Kvasir relative to the best peer, by number of streams. The precisions are those of decoding, and not of
-# 4 bits.
+# Wanted speed of Kvasir relative to the best peer, by number of streams, but for 4 bits. The precisions are those of
+# decoding.
 _AIMS: Final = {
     "bfloat16": {1: 1.0, 4: 1.2, 16: 1.5, 64: 1.5},
     "int8": {1: 1.0, 4: 1.1, 16: 1.1, 64: 1.3},
@@ -62,7 +62,7 @@ _AIMS: Final = {
     "http": {16: 1.5, 64: 1.5},
     **{key: {1: 1.0, 16: 3.0, 64: 3.0} for key in DEFAULTS},  # both servers started without flags
 }
-# In 4 bits every peer has an aim of its own: llama.cpp, which serves the same file, by kind and streams, the others one.
+# In 4 bits every peer has an aim of its own: llama.cpp by kind and number of streams, the others the same one.
 _FOUR_BITS = ("int4", "q4_k_m")
 _LLAMA_CPP_AIMS: Final = {"decode": {1: 1.2, 4: 2.2, 16: 3.5, 64: 3.5}, "prompt": {1: 3.0}}
 _OTHERS_AIM = 1.1
@@ -172,7 +172,7 @@ def _peer_facts(
 
 
 def _renewed(*comparisons: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the cells (configurations) of comparisons, oldest first: undisturbed pairs replace those of the older ones."""
+    """Return the cells (configurations) of comparisons, the oldest first. Undisturbed pairs replace older pairs."""
     own = ("shape", "precision", "kind", "streams", "context_length")
     cells: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for comparison in comparisons for row in comparison["cells"]):
@@ -197,9 +197,8 @@ def _engines(peers: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
 def compared_pairs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the table rows of one cell (configuration) of the peer comparison, one per peer with undisturbed figures.
 
-    A row has the cell's sizes and the wanted speed of Kvasir relative to the best peer, or in 4 bits relative to this peer.
-    A row that reaches this speed says "yes", or "open" if the figures of another peer, possibly the best peer, were
-    disturbed.
+    A row has the cell's sizes and the wanted speed of Kvasir relative to the best peer, or in 4 bits to this peer. A
+    row that reaches it says "yes", or "open" if the figures of another peer, possibly the best peer, were disturbed.
     """
     sound = {name: figure for name, figure in row["peers"].items() if is_sound(figure)}
     disturbed = [name for name, figure in row["peers"].items() if "ratio" in figure and name not in sound]
