@@ -150,16 +150,17 @@ def test_experts_and_layers_of_6_bits_equal_pytorchs(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", BUILDABLE)
-@pytest.mark.parametrize(("bits", "offset"), [(4, None), (4, 0.0), (8, None)])
+@pytest.mark.parametrize(("bits", "offset"), [(4, None), (4, 0.0), (6, None), (8, None)])
 def test_extreme_grouped_weights_and_inputs_do_not_overflow(level: str, bits: int, offset: float | None) -> None:
     """Every code and every quantized input has its largest absolute value, with both signs."""
-    model = build(VARIANTS["rotary-mqa-untied"])
-    size, least = model.config.hidden_size, -8 if bits == 4 else -127
+    size, (least, most) = 512, {4: (-8, 7), 6: (-32, 31), 8: (-127, 127)}[bits]
+    model = build(ModelConfig.from_dict(VARIANTS["rotary-mqa-untied"].to_dict() | {"hidden_size": size}))
     codes_FI = torch.full((300, size), least, dtype=torch.int8)
-    codes_FI[1::2] = 7 if bits == 4 else 127
-    scale_FG = torch.ones(300, -(-size // 32))
+    codes_FI[1::2] = most
+    scale_FG = torch.full((300, size // 16), -128, dtype=torch.int8) if bits == 6 else torch.ones(300, size // 32)
     offset_FG = None if offset is None else offset * scale_FG
-    weight = GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=offset_FG, bits=bits)
+    factor_FB = torch.ones(300, size // 256, dtype=torch.float16) if bits == 6 else None
+    weight = GroupedWeight(codes_FI=codes_FI, scale_FG=scale_FG, offset_FG=offset_FG, bits=bits, factor_FB=factor_FB)
     model.lm_head = make_grouped_linear(weight, None)
     x_RE = torch.ones(2, size)
     x_RE[1] = -1.0
