@@ -13,8 +13,6 @@ inline Register bitwise_and(Register x, Register y) { return _mm512_and_si512(x,
 inline Register bitwise_or(Register x, Register y) { return _mm512_or_si512(x, y); }
 inline Register bitwise_xor(Register x, Register y) { return _mm512_xor_si512(x, y); }
 template <int BITS>
-inline Register shift_left(Register x) { return _mm512_slli_epi16(x, BITS); }
-template <int BITS>
 inline Register shift_right(Register x) { return _mm512_srai_epi16(x, BITS); }
 template <int BITS>
 inline Register shift_words_left(Register x) { return _mm512_slli_epi32(x, BITS); }
@@ -34,8 +32,6 @@ inline Register repeat_word(int32_t word) { return _mm256_set1_epi32(word); }
 inline Register bitwise_and(Register x, Register y) { return _mm256_and_si256(x, y); }
 inline Register bitwise_or(Register x, Register y) { return _mm256_or_si256(x, y); }
 inline Register bitwise_xor(Register x, Register y) { return _mm256_xor_si256(x, y); }
-template <int BITS>
-inline Register shift_left(Register x) { return _mm256_slli_epi16(x, BITS); }
 template <int BITS>
 inline Register shift_right(Register x) { return _mm256_srai_epi16(x, BITS); }
 template <int BITS>
@@ -58,8 +54,8 @@ inline Register kept(Register x) {
     return x;
 }
 
-// add_bytes: adds the products of unsigned bytes x and signed bytes y, four to each sum of 32 bits with VNNI, else two to
-// each sum of 16 bits, which is faster without it. add_pairs: adds the products of two numbers of 16 bits to sums of 32.
+// add_bytes: adds the products of unsigned bytes x and signed bytes y: with VNNI four to each sum of 32 bits, else two to
+// each sum of 16 bits. add_pairs: adds the products of two numbers of 16 bits to each sum of 32 bits.
 #if defined(__AVX512VNNI__)
 constexpr bool HAS_BYTE_DOT = true;
 inline Register add_bytes(Register sum, Register x, Register y) { return _mm512_dpbusd_epi32(sum, x, y); }
