@@ -54,10 +54,11 @@ struct Lines {
 // only tile of a strip prefetches its own strip, and near its end the first steps of the next one, or leaves that to the CPU.
 template <typename Kind, int ROWS>
 inline Lines lines_of(StripFetch fetch, const uint8_t* from, int64_t step, int64_t steps) {
-    constexpr int64_t AHEAD = 12288 / Kind::BYTES;  // prefetch distance, in steps: covers the latency of memory
+    // Prefetch distance in bytes, which covers the latency of memory. One and two rows are faster with a short one.
+    constexpr int64_t AHEAD = ROWS <= 2 ? 2304 : 12288 / Kind::BYTES * Kind::BYTES;
     if (fetch.lines >= 0) return {fetch.next + step * Kind::BYTES + fetch.first * 64, fetch.lines};
-    const int64_t left = steps - step;
-    return {AHEAD < left ? from + AHEAD * Kind::BYTES : fetch.next + (AHEAD - left) * Kind::BYTES,
+    const int64_t left = (steps - step) * Kind::BYTES;
+    return {AHEAD < left ? from + AHEAD : fetch.next + (AHEAD - left),
             CPU_PREFETCHES && ROWS <= 2 ? 0 : Kind::BYTES / 64};
 }
 
